@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Growing the trees on the device, one program a request (DDTree, arXiv 2604.12989).
+
+Siblings are taken in order of rank, so each row has exactly one pending candidate: its next child. One lane
+holds one row with that candidate, and the heap of the paper becomes two max-reductions over lanes.
+
+Ties go to the lexicographically smaller tuple of ranks, which needs no stored paths. Number the rows in preorder
+(children by rank): that is the lexicographic order. The candidate of row p belongs right behind p's subtree, at
+`end(p)`. Of two candidates with different ends a row lies between them, so the smaller end is the smaller tuple;
+with equal ends one owner is an ancestor of the other, and the deeper owner's candidate extends an earlier child of
+the shallower one, so it is smaller. Hence the key (end ascending, depth descending), unique among rows. A new row
+moves every end behind it by one, which are exactly the keys that do not beat the winner's.
+"""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_ddtree.tree.buffers import TreeBuffers
+
+MAX_DEPTH = 31
+MAX_TOP_K = 64
+
+
+def build_trees(
+    log_probs: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: torch.Tensor,
+    trees: TreeBuffers,
+    draft_tokens: torch.Tensor,
+    depth_limit: int,
+) -> None:
+    """Grow one tree per batch row into its slot of `trees`, as `reference.build_tree` would, bit for bit.
+
+    log_probs:    float32 [R, D, K], D <= 31, K <= 64, best candidate first; the last dimension contiguous
+    token_ids:    int32 or int64 [R, D, K], the last dimension contiguous
+    slots:        int32 or int64 [R], request slot of each batch row; -1 leaves every slot as it is
+    trees:        written at `slots`, except `chain`, which is read
+    draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and where the slot is -1
+    depth_limit:  deepest node, 1..D
+
+    Reads and writes only device memory and allocates nothing, so it can be captured in a graph. Slots other than
+    -1 must differ. Raises ValueError when a shape, dtype or limit does not fit.
+    """
+    _check(log_probs, token_ids, slots, trees, draft_tokens, depth_limit)
+    num_reqs = log_probs.shape[0]
+    if num_reqs == 0:
+        return
+    _build_trees_kernel[(num_reqs,)](
+        log_probs,
+        log_probs.stride(0),
+        log_probs.stride(1),
+        token_ids,
+        token_ids.stride(0),
+        token_ids.stride(1),
+        slots,
+        draft_tokens,
+        draft_tokens.stride(0),
+        trees.tokens,
+        trees.parents,
+        trees.depths,
+        trees.masks,
+        trees.num_nodes,
+        trees.chain,
+        trees.intervals,
+        NUM_ROWS=trees.num_rows,
+        BLOCK=max(32, triton.next_power_of_2(trees.num_rows)),
+        NUM_WORDS=trees.num_words,
+        DEPTH_LIMIT=depth_limit,
+        TOP_K=log_probs.shape[2],
+        num_warps=1,  # a reduction inside one warp needs no barrier
+    )
+
+
+def _check(
+    log_probs: torch.Tensor,
+    token_ids: torch.Tensor,
+    slots: torch.Tensor,
+    trees: TreeBuffers,
+    draft_tokens: torch.Tensor,
+    depth_limit: int,
+) -> None:
+    """Host-side checks of shapes, dtypes and limits; contents are not looked at."""
+    if log_probs.dim() != 3 or log_probs.dtype != torch.float32:
+        raise ValueError(
+            f"log_probs must be float32 [R, D, K], got {log_probs.dtype} {list(log_probs.shape)}"
+        )
+    num_reqs, num_depths, top_k = log_probs.shape
+    if not (1 <= num_depths <= MAX_DEPTH and 1 <= top_k <= MAX_TOP_K):
+        raise ValueError(
+            f"log_probs has D = {num_depths} and K = {top_k}; "
+            f"pass 1 <= D <= {MAX_DEPTH} positions and 1 <= K <= {MAX_TOP_K} candidates"
+        )
+    if token_ids.shape != log_probs.shape or token_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"token_ids must be int32 or int64 {list(log_probs.shape)} like log_probs, "
+            f"got {token_ids.dtype} {list(token_ids.shape)}"
+        )
+    for name, tensor in (("log_probs", log_probs), ("token_ids", token_ids)):
+        if tensor.stride(2) != 1 and top_k > 1:
+            raise ValueError(
+                f"{name} has stride {tensor.stride(2)} in its last dimension; make it contiguous there"
+            )
+    if slots.shape != (num_reqs,) or slots.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"slots must be int32 or int64 [{num_reqs}], got {slots.dtype} {list(slots.shape)}"
+        )
+    if not slots.is_contiguous():
+        raise ValueError(f"slots has stride {slots.stride(0)}; make it contiguous")
+    if draft_tokens.shape != (num_reqs, trees.budget) or draft_tokens.dtype != torch.int64:
+        raise ValueError(
+            f"draft_tokens must be int64 [{num_reqs}, {trees.budget}], "
+            f"got {draft_tokens.dtype} {list(draft_tokens.shape)}"
+        )
+    if draft_tokens.stride(1) != 1 and trees.budget > 1:
+        raise ValueError(
+            f"draft_tokens has stride {draft_tokens.stride(1)} in its last dimension; make it contiguous there"
+        )
+    if not 1 <= depth_limit <= num_depths:
+        raise ValueError(
+            f"depth_limit must be between 1 and the {num_depths} positions of log_probs, got {depth_limit}"
+        )
+
+
+@triton.jit
+def _build_trees_kernel(
+    log_probs_ptr,  # float32 [R, D, K]
+    log_probs_stride_r,
+    log_probs_stride_d,
+    token_ids_ptr,  # int [R, D, K]
+    token_ids_stride_r,
+    token_ids_stride_d,
+    slots_ptr,  # int [R]
+    draft_tokens_ptr,  # int64 [R, budget]
+    draft_tokens_stride_r,
+    tokens_ptr,  # int32 [S, N]
+    parents_ptr,  # int32 [S, N]
+    depths_ptr,  # int32 [S, N]
+    masks_ptr,  # int32 [S, N, W]
+    num_nodes_ptr,  # int32 [S]
+    chain_ptr,  # int32 [S]
+    intervals_ptr,  # int32 [S, 2, N]
+    NUM_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    DEPTH_LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    # Key of a row's candidate, larger is earlier: 511 - end (9 bits), depth of the row (5), row (8), rank (6).
+    # A rank that runs over (64) spoils the row field, but such a candidate does not exist and never wins.
+    END_AT: tl.constexpr = 19
+    DEPTH_AT: tl.constexpr = 14
+    ROW_AT: tl.constexpr = 6
+    END: tl.constexpr = 1 << 19
+    DEPTH: tl.constexpr = 1 << 14
+    ROW: tl.constexpr = 1 << 6
+    NONE: tl.constexpr = -2139095041  # the image of -inf: no candidate
+
+    batch_row = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, BLOCK)
+    in_tree = row < NUM_ROWS
+    draft_ptrs = draft_tokens_ptr + batch_row * draft_tokens_stride_r + row - 1
+    slot = tl.load(slots_ptr + batch_row).to(tl.int64)
+    if slot < 0:
+        tl.store(draft_ptrs, tl.zeros([BLOCK], tl.int64), mask=in_tree & (row > 0))
+        return
+
+    log_probs_ptr += batch_row * log_probs_stride_r
+    stride_d = tl.cast(log_probs_stride_d, tl.int64)
+    siblings = tl.load(chain_ptr + slot) == 0
+
+    # Scores are compared as int32 of the same order: negative floats have all bits but the sign flipped.
+    # The root's candidate is the first token. 0.0 + x is never -0.0, and neither is any later sum.
+    score = 0.0 + tl.load(log_probs_ptr)
+    score = tl.where(score > float("-inf"), score, float("-inf"))
+    bits = score.to(tl.int32, bitcast=True)
+    pending = tl.where(row == 0, bits ^ ((bits >> 31) & 0x7FFFFFFF), NONE)
+    key = tl.where(row == 0, 510 * END, 0)
+    cumulative = tl.zeros([BLOCK], tl.float32)
+    position = tl.zeros([BLOCK], tl.int32)  # preorder number
+    won = tl.zeros([BLOCK], tl.int32)  # the key with which the row was popped
+
+    new = 1
+    top = tl.max(pending, axis=0)
+    while (new < NUM_ROWS) & (top > NONE):
+        best = tl.max(tl.where(pending == top, key, -1), axis=0)
+        depth = (best >> DEPTH_AT) & 31
+        next_rank = (best & 63) + 1
+        candidates = log_probs_ptr + depth * stride_d
+        next_sibling = tl.load(
+            candidates + next_rank, mask=siblings & (next_rank < TOP_K), other=float("-inf")
+        )
+        first_child = tl.load(
+            candidates + stride_d, mask=depth < DEPTH_LIMIT - 1, other=float("-inf")
+        )
+        is_parent = key == best
+        is_new = row == new
+        bits = top ^ ((top >> 31) & 0x7FFFFFFF)
+        cumulative = tl.where(is_new, bits.to(tl.float32, bitcast=True), cumulative)
+        score = cumulative + tl.where(is_new, first_child, next_sibling)
+        score = tl.where(score > float("-inf"), score, float("-inf"))  # NaN goes too
+        bits = score.to(tl.int32, bitcast=True)
+        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        pending = tl.where(is_parent | is_new, bits, pending)
+        # The new row ends one behind its own place and is one deeper than its parent.
+        new_key = (best & -DEPTH) + (DEPTH - END + new * ROW)
+        key = tl.where(key <= best, key - END, key)
+        key = tl.where(is_new, new_key, tl.where(is_parent, key + 1, key))
+        end = 511 - (best >> END_AT)
+        position = tl.where(is_new, end, tl.where(position >= end, position + 1, position))
+        won = tl.where(is_new, best, won)
+        top = tl.max(pending, axis=0)
+        new += 1
+
+    num_nodes = new - 1
+    tl.store(num_nodes_ptr + slot, num_nodes)
+    valid = row <= num_nodes
+    is_node = valid & (row > 0)
+    depth = (won >> DEPTH_AT) & 31
+    token = tl.load(
+        token_ids_ptr
+        + batch_row * token_ids_stride_r
+        + depth.to(tl.int64) * token_ids_stride_d
+        + (won & 63),
+        mask=is_node,
+        other=0,
+    )
+    tl.store(draft_ptrs, token.to(tl.int64), mask=in_tree & (row > 0))
+    rows = slot * NUM_ROWS + row
+    tl.store(tokens_ptr + rows, token.to(tl.int32), mask=in_tree)
+    tl.store(parents_ptr + rows, tl.where(is_node, (won >> ROW_AT) & 255, -1), mask=in_tree)
+    tl.store(
+        depths_ptr + rows, tl.where(is_node, depth + 1, tl.where(row == 0, 0, 1)), mask=in_tree
+    )
+
+    # Row j is row i or an ancestor when position[j] <= position[i] < end[j]. Unused rows become leaves of the root.
+    # Through memory, because row i needs every row j.
+    position = tl.where(valid, position, row)
+    end = tl.where(valid, 511 - (key >> END_AT), row + 1)
+    end = tl.where(row == 0, BLOCK, end)
+    intervals_ptr += slot * (2 * NUM_ROWS)
+    tl.store(intervals_ptr + row, position, mask=in_tree)
+    tl.store(intervals_ptr + NUM_ROWS + row, end, mask=in_tree)
+    tl.debug_barrier()
+    bit = tl.arange(0, 32)
+    for word in tl.static_range(NUM_WORDS):
+        other = word * 32 + bit
+        starts = tl.load(intervals_ptr + other, mask=other < NUM_ROWS, other=BLOCK)
+        ends = tl.load(intervals_ptr + NUM_ROWS + other, mask=other < NUM_ROWS, other=0)
+        is_ancestor = (starts[None, :] <= position[:, None]) & (position[:, None] < ends[None, :])
+        bits = tl.sum(tl.where(is_ancestor, 1 << bit[None, :], 0), axis=1)
+        tl.store(masks_ptr + rows * NUM_WORDS + word, bits.to(tl.int32), mask=in_tree)
