@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two Triton passes against the reference."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
+from vllm_ddtree.attention.reference import (
+    gather_cache,
+    masked_attention,
+    tree_attention_reference,
+)
+from vllm_ddtree.attention.tail import tail_attention
+
+from .tree_cases import Batch, Request, chunk, make_batch, tree
+
+UNTOUCHED = 77.0
+MIXED = [chunk(30, 5), tree(37, 8), chunk(40, 1), tree(0, 5, before=3), tree(16, 1 + 7)]
+
+
+def expected_output(batch: Batch) -> torch.Tensor:
+    """float64 output for tree rows, UNTOUCHED elsewhere."""
+    out = tree_attention_reference(
+        batch.query.double(),
+        batch.k_cache.double(),
+        batch.v_cache.double(),
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.tail_lens,
+        batch.row_masks,
+        batch.scale,
+    )
+    out[~batch.tree_rows] = UNTOUCHED
+    return out
+
+
+def run_prefix(
+    batch: Batch, max_tail: int, num_segments: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total, num_heads, head_size = batch.query.shape
+    out = torch.full((num_segments, total, num_heads, head_size), UNTOUCHED, dtype=dtype)
+    lse = torch.full((num_segments, num_heads, total), UNTOUCHED)
+    if num_segments == 1:
+        out, lse = out[0], lse[0]
+    prefix_attention(
+        batch.query,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.tail_lens,
+        batch.prefix_lens,
+        out,
+        lse,
+        batch.scale,
+        max_tail,
+    )
+    return out, lse
+
+
+def run_both(
+    batch: Batch,
+    max_tail: int,
+    num_segments: int = 1,
+    paged: bool = False,
+    prefix_dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    prefix_out, prefix_lse = run_prefix(batch, max_tail, num_segments, prefix_dtype)
+    out = torch.full_like(batch.query, UNTOUCHED)
+    tail_attention(
+        batch.query,
+        batch.k_cache if paged else batch.key,
+        batch.v_cache if paged else batch.value,
+        batch.row_masks,
+        batch.query_start_loc,
+        batch.tail_lens,
+        prefix_out,
+        prefix_lse,
+        out,
+        batch.scale,
+        max_tail,
+        batch.slot_mapping if paged else None,
+    )
+    return out
+
+
+def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["BHNC", "BNHC", "2BNHC"])
+@pytest.mark.parametrize("paged", [False, True], ids=["fresh", "paged"])
+def test_mixed_batch(layout: str, paged: bool) -> None:
+    batch = make_batch(MIXED, layout=layout, padded_reqs=2, padded_rows=5)
+    assert_close(run_both(batch, max_tail=8, paged=paged), expected_output(batch))
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [tree(50, 2)],
+        [tree(16, 15)],
+        [tree(0, 16)],
+        [tree(63, 17), tree(64, 17), tree(65, 9)],
+        [tree(20, 32), tree(3, 2)],
+        [tree(15, 33), tree(100, 20)],
+        [tree(31, 64)],
+    ],
+    ids=lambda requests: "+".join(str(request.tail_len) for request in requests),
+)
+def test_budgets_around_the_block_size(requests: Sequence[Request]) -> None:
+    """Tail lengths at and across tile and mask-word edges; prefixes at and across block edges."""
+    max_tail = max(request.tail_len for request in requests)
+    num_words = (max_tail + 31) // 32
+    batch = make_batch(requests, num_words=num_words)
+    assert_close(run_both(batch, max_tail), expected_output(batch))
+
+
+def test_largest_budget() -> None:
+    batch = make_batch([tree(5, 256), tree(9, 200)], num_heads=2, num_kv_heads=1, num_words=8)
+    assert_close(run_both(batch, max_tail=256), expected_output(batch))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 8])
+def test_group_sizes(group: int) -> None:
+    """Tree rows of one tile may start or end inside a query group."""
+    batch = make_batch([tree(19, 13), chunk(7, 2), tree(8, 6)], num_heads=2 * group)
+    assert_close(run_both(batch, max_tail=16), expected_output(batch))
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
+def test_head_sizes(head_size: int, layout: str) -> None:
+    """K and V lie side by side: reading past a head that is no power of two meets the other."""
+    batch = make_batch(
+        [tree(21, 10), tree(0, 4)], num_heads=4, num_kv_heads=2, head_size=head_size, layout=layout
+    )
+    for paged in (False, True):
+        assert_close(run_both(batch, max_tail=10, paged=paged), expected_output(batch))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 12, 64])
+def test_block_sizes(block_size: int) -> None:
+    batch = make_batch([tree(37, 6), tree(12, 3)], block_size=block_size)
+    for paged in (False, True):
+        assert_close(run_both(batch, max_tail=6, paged=paged), expected_output(batch))
+
+
+@pytest.mark.parametrize("num_segments", [2, 3, 7])
+def test_key_segments(num_segments: int) -> None:
+    """More segments than the short prefixes fill: some are empty."""
+    batch = make_batch([tree(200, 8), tree(0, 8), tree(65, 5), chunk(3, 2)], padded_reqs=1)
+    assert_close(run_both(batch, 8, num_segments), expected_output(batch))
+
+
+def test_many_requests() -> None:
+    requests = [tree(3 * i, 2 + i % 15) if i % 3 else chunk(5 * i, 1 + i % 2) for i in range(24)]
+    batch = make_batch(requests, num_heads=2, num_kv_heads=1, padded_reqs=3)
+    assert_close(run_both(batch, max_tail=16), expected_output(batch))
+
+
+def test_prefix_output_and_log_sum_exp() -> None:
+    batch = make_batch(MIXED, padded_reqs=1, padded_rows=3)
+    out, lse = run_prefix(batch, max_tail=8, num_segments=1, dtype=torch.float32)
+    starts, group = batch.query_start_loc.tolist(), 2
+    for req, (tail_len, prefix_len) in enumerate(
+        zip(batch.tail_lens.tolist(), batch.prefix_lens.tolist(), strict=True)
+    ):
+        rows = slice(starts[req + 1] - tail_len, starts[req + 1])
+        query = batch.query[rows].double()
+        keys = gather_cache(batch.k_cache, batch.block_table[req], prefix_len).double()
+        values = gather_cache(batch.v_cache, batch.block_table[req], prefix_len).double()
+        mask = torch.ones(tail_len, prefix_len, dtype=torch.bool)
+        assert_close(out[rows], masked_attention(query, keys, values, mask, batch.scale))
+        scores = torch.einsum("nhd,mhd->hnm", query, keys.repeat_interleave(group, 1))
+        assert_close(lse[:, rows], (scores * batch.scale).logsumexp(-1))
+    assert int((batch.prefix_lens[batch.tail_lens > 0] == 0).sum()) == 0 or bool(
+        torch.isneginf(lse[:, batch.tree_rows]).any()
+    )
+    assert (out[~batch.tree_rows] == UNTOUCHED).all()
+    assert (lse[:, ~batch.tree_rows] == UNTOUCHED).all()
+
+
+def test_empty_prefix_is_zero_with_lse_minus_infinity() -> None:
+    batch = make_batch([tree(0, 6)])
+    out, lse = run_prefix(batch, max_tail=6, num_segments=1, dtype=torch.float32)
+    assert (out == 0).all()
+    assert torch.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("mark", [float("-inf"), float("inf")])
+def test_output_of_an_empty_prefix_is_not_read(mark: float) -> None:
+    """FlashAttention 2 marks an empty prefix with +inf, and may leave its output unwritten."""
+    batch = make_batch([tree(0, 6)])
+    out = torch.empty_like(batch.query)
+    tail_attention(
+        batch.query,
+        batch.key,
+        batch.value,
+        batch.row_masks,
+        batch.query_start_loc,
+        batch.tail_lens,
+        torch.full_like(batch.query, float("nan")),
+        torch.full((batch.query.shape[1], 6), mark),
+        out,
+        batch.scale,
+        6,
+    )
+    assert_close(out, expected_output(batch))
+
+
+def test_prefix_output_may_be_the_output() -> None:
+    """With another layout of the log-sum-exp, as a kernel that pads its rows returns it."""
+    batch = make_batch(MIXED, padded_rows=3)
+    prefix_out, lse = run_prefix(batch, max_tail=8, num_segments=1, dtype=torch.float32)
+    wide = torch.full((lse.shape[1] + 5, lse.shape[0]), float("nan"))
+    wide[: lse.shape[1]] = lse.T
+    tail_attention(
+        batch.query,
+        batch.key,
+        batch.value,
+        batch.row_masks,
+        batch.query_start_loc,
+        batch.tail_lens,
+        prefix_out,
+        wide.T,
+        prefix_out,
+        batch.scale,
+        8,
+    )
+    assert_close(prefix_out, expected_output(batch))
+
+
+def test_strided_rows() -> None:
+    """Query, key and value as slices of one projection's output."""
+    batch = make_batch(MIXED)
+    total, head_size = batch.query.shape[0], batch.query.shape[2]
+    packed = torch.cat([t.reshape(total, -1) for t in (batch.query, batch.key, batch.value)], 1)
+    query, key, value = packed.split([4 * head_size, 2 * head_size, 2 * head_size], dim=1)
+    expected = expected_output(batch)
+    batch.query = query.unflatten(1, (4, head_size))
+    batch.key = key.unflatten(1, (2, head_size))
+    batch.value = value.unflatten(1, (2, head_size))
+    assert not batch.key.is_contiguous()
+    assert_close(run_both(batch, max_tail=8), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("paged", [False, True], ids=["fresh", "paged"])
+def test_half_precision(dtype: torch.dtype, paged: bool) -> None:
+    """Scores and sums are float32; softmax weights and the output are rounded to ``dtype``.
+
+    Against float64 on the same rounded inputs that leaves two roundings of half a unit in the last
+    place: the weights' (relative to the largest |value| a row can mix) and the output's.
+    """
+    batch = make_batch(MIXED, head_size=64, dtype=dtype)
+    out = run_both(batch, max_tail=8, num_segments=2, paged=paged)
+    unit = torch.finfo(dtype).eps
+    largest = float(torch.nan_to_num(batch.v_cache).abs().max())
+    expected = expected_output(batch)
+    torch.testing.assert_close(out.double(), expected, rtol=unit / 2, atol=unit / 2 * largest)
+
+
+def test_block_offsets_beyond_32_bits() -> None:
+    """Block 2 of a cache with 2**30 elements a block starts at element 2**31.
+
+    The cache is a view of memory that is never touched outside the blocks used.
+    """
+    batch = make_batch([tree(20, 4)], num_heads=1, num_kv_heads=1, block_size=32)
+    batch = make_half_batch_in_block_2(batch)
+    expected = expected_output_of(batch)
+    for paged in (False, True):
+        out = run_both(batch, max_tail=4, paged=paged)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def make_half_batch_in_block_2(batch: Batch) -> Batch:
+    old = int(batch.block_table[0, 0])
+    content = torch.stack([batch.k_cache[old], batch.v_cache[old]]).half()
+    stride, (_, block_size, heads, head_size) = 2**30, batch.k_cache.shape
+    storage = torch.empty(2 * stride + 2 * content[0].numel(), dtype=torch.float16)
+    views = [
+        storage.as_strided(
+            (3, block_size, heads, head_size),
+            (stride, heads * head_size, head_size, 1),
+            i * content[0].numel(),
+        )
+        for i in range(2)
+    ]
+    for view, rows in zip(views, content, strict=True):
+        view[2] = rows
+    batch.k_cache, batch.v_cache = views
+    batch.block_table[0, 0] = 2
+    batch.slot_mapping += (2 - old) * block_size
+    batch.query, batch.key, batch.value = (
+        tensor.half() for tensor in (batch.query, batch.key, batch.value)
+    )
+    return batch
+
+
+def expected_output_of(batch: Batch) -> torch.Tensor:
+    """``expected_output`` without converting the (mostly unmapped) caches."""
+    small = [cache[2:].clone() for cache in (batch.k_cache, batch.v_cache)]
+    out = tree_attention_reference(
+        batch.query.double(),
+        small[0].double(),
+        small[1].double(),
+        torch.zeros_like(batch.block_table),
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.tail_lens,
+        batch.row_masks,
+        batch.scale,
+    )
+    return out
+
+
+def test_mask_that_is_too_narrow_is_refused() -> None:
+    batch = make_batch([tree(4, 8)], num_words=1)
+    prefix_out, prefix_lse = run_prefix(batch, 33, 1, torch.float32)
+    with pytest.raises(ValueError, match="mask words"):
+        tail_attention(
+            batch.query,
+            batch.key,
+            batch.value,
+            batch.row_masks,
+            batch.query_start_loc,
+            batch.tail_lens,
+            prefix_out,
+            prefix_lse,
+            torch.empty_like(batch.query),
+            batch.scale,
+            33,
+        )
+
+
+def test_mismatched_dtypes_are_refused() -> None:
+    batch = make_batch([tree(4, 8)])
+    batch.k_cache = batch.k_cache.half()
+    with pytest.raises(ValueError, match="agree"):
+        run_prefix(batch, 8, 1, torch.float32)
+    batch.key = batch.key.half()
+    with pytest.raises(ValueError, match="agree"):
+        tail_attention(
+            batch.query,
+            batch.key,
+            batch.value,
+            batch.row_masks,
+            batch.query_start_loc,
+            batch.tail_lens,
+            batch.query,
+            torch.empty(4, 8),
+            torch.empty_like(batch.query),
+            batch.scale,
+            8,
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "max_tail", "expected"),
+    [(1, 16, 16), (4, 16, 4), (1, 64, 4), (64, 32, 1)],
+)
+def test_segments_fill_the_gpu_once(num_reqs: int, max_tail: int, expected: int) -> None:
+    """8 KV heads of 4 query heads, 132 multiprocessors: 64 rows a program."""
+    assert choose_num_segments(num_reqs, 8, max_tail, 4, num_sms=132) == expected

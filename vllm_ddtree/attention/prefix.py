@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of tree rows to the keys before the tree, for any GPU.
+
+All tree rows of a request see the whole prefix, so this pass needs no mask. It returns the
+log-sum-exp of the scores beside the output, and ``tail.py`` merges both with the attention among
+the tree rows themselves (DDTree, arXiv 2604.12989; merging as in vLLM's
+v1/attention/ops/triton_merge_attn_states.py). The keys can be cut into segments that run in
+parallel (flash decoding): a small batch alone would leave most of a GPU idle.
+"""
+
+import torch
+from vllm.triton_utils import tl, triton
+
+LOG2_E = 1.4426950408889634
+
+
+def prefix_attention(
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    tail_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    max_tail: int,
+) -> None:
+    """Write output and log-sum-exp of the tree rows over keys [0, prefix_len); other rows stay.
+
+    query            [T, Hq, Dh]
+    k_cache          [num_blocks, block_size, Hkv, Dh]  any strides, innermost contiguous
+    v_cache          as k_cache
+    block_table      int32 [R, max_blocks]
+    query_start_loc  int32 [R + 1]
+    tail_lens        int32 [>= R]            tree rows at the end of each request, 0 without a tree
+    prefix_lens      int32 [>= R]            keys before the tree rows
+    out              [T, Hq, Dh], or [P, T, Hq, Dh] for P key segments; float32 or the query's dtype
+    lse              float32 [Hq, T], or [P, Hq, T]; natural logarithm
+    max_tail         upper bound of tail_lens
+
+    An empty prefix or segment gives out 0 and lse -inf. ``choose_num_segments`` says how many
+    segments fill a GPU.
+
+    Raises ValueError if the cache's dtype is not the query's or an innermost stride is not 1.
+    """
+    if not query.dtype == k_cache.dtype == v_cache.dtype:
+        raise ValueError(
+            f"query {query.dtype}, keys {k_cache.dtype} and values {v_cache.dtype} must agree"
+        )
+    if {t.stride(-1) for t in (query, k_cache, v_cache, out)} != {1}:
+        raise ValueError("query, caches and output must be contiguous in the head dimension")
+    if out.dim() == 3:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+
+    num_kv_heads, head_size = k_cache.shape[2:]
+    group = query.shape[1] // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_size))
+    block_m = min(64 if query.element_size() == 2 else 32, packed_rows_block(max_tail * group))
+    block_n = 64 if block_d * query.element_size() <= 256 else 32
+    num_segments = out.shape[0]
+    grid = (
+        query_start_loc.shape[0] - 1,
+        num_kv_heads,
+        triton.cdiv(max_tail * group, block_m) * num_segments,
+    )
+    _prefix_attention_kernel[grid](
+        query,
+        k_cache,
+        v_cache,
+        block_table,
+        query_start_loc,
+        tail_lens,
+        prefix_lens,
+        out,
+        lse,
+        scale * LOG2_E,
+        num_segments,
+        *query.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        block_table.stride(0),
+        *out.stride()[:3],
+        *lse.stride(),
+        BLOCK_SIZE=k_cache.shape[1],
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def packed_rows_block(num_packed_rows: int) -> int:
+    """Smallest tile height tl.dot accepts that holds ``num_packed_rows`` rows."""
+    return max(16, triton.next_power_of_2(num_packed_rows))
+
+
+def choose_num_segments(
+    num_reqs: int,
+    num_kv_heads: int,
+    max_tail: int,
+    group: int,
+    num_sms: int,
+    max_segments: int = 16,
+) -> int:
+    """Key segments of ``prefix_attention`` that give each of ``num_sms`` multiprocessors work.
+
+    Depends on the padded batch only, so a captured graph always meets the same number.
+    """
+    row_blocks = triton.cdiv(max_tail * group, min(64, packed_rows_block(max_tail * group)))
+    programs = max(1, num_reqs * num_kv_heads * row_blocks)
+    return max(1, min(max_segments, num_sms // programs))
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _prefix_attention_kernel(
+    query,  # [T, Hq, HEAD_SIZE]
+    k_cache,  # [num_blocks, BLOCK_SIZE, Hkv, HEAD_SIZE]
+    v_cache,  # [num_blocks, BLOCK_SIZE, Hkv, HEAD_SIZE]
+    block_table,  # [R, max_blocks]
+    query_start_loc,  # [R + 1]
+    tail_lens,  # [R]
+    prefix_lens,  # [R]
+    out,  # [num_segments, T, Hq, HEAD_SIZE]
+    lse,  # [num_segments, Hq, T]
+    scale_log2,  # softmax scale * log2(e)
+    num_segments,
+    query_stride_t,
+    query_stride_h,
+    k_stride_b,
+    k_stride_s,
+    k_stride_h,
+    v_stride_b,
+    v_stride_s,
+    v_stride_h,
+    table_stride,
+    out_stride_p,
+    out_stride_t,
+    out_stride_h,
+    lse_stride_p,
+    lse_stride_h,
+    lse_stride_t,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    req = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    segment = (tl.program_id(2) % num_segments).to(tl.int64)
+    row_block = tl.program_id(2) // num_segments
+
+    tail_len = tl.load(tail_lens + req)
+    if row_block * BLOCK_M >= tail_len * GROUP:
+        return
+
+    # The query heads of one KV head share its keys: (tree row, head) pairs are the tile's rows.
+    packed = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = packed < tail_len * GROUP
+    row = (tl.load(query_start_loc + req + 1) - tail_len + packed // GROUP).to(tl.int64)
+    head = kv_head * GROUP + packed % GROUP
+    dim = tl.arange(0, BLOCK_D)
+    in_head = dim < HEAD_SIZE
+    in_tile = valid[:, None] & in_head[None, :]
+    q = tl.load(
+        query + row[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :],
+        mask=in_tile,
+        other=0.0,
+    )
+
+    prefix_len = tl.load(prefix_lens + req)
+    segment_len = tl.cdiv(tl.cdiv(prefix_len, num_segments), BLOCK_N) * BLOCK_N
+    start = segment.to(tl.int32) * segment_len
+    end = tl.minimum(start + segment_len, prefix_len)
+
+    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(start, end, BLOCK_N):
+        position = first + tl.arange(0, BLOCK_N)
+        in_prefix = position < end
+        block = tl.load(
+            block_table + req * table_stride + position // BLOCK_SIZE, mask=in_prefix, other=0
+        ).to(tl.int64)
+        offset = (position % BLOCK_SIZE).to(tl.int64)
+        # Masked loads: what lies behind the prefix may be garbage, and 0 * NaN is NaN.
+        k = tl.load(
+            k_cache
+            + block[None, :] * k_stride_b
+            + offset[None, :] * k_stride_s
+            + kv_head * k_stride_h
+            + dim[:, None],
+            mask=in_prefix[None, :] & in_head[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            v_cache
+            + block[:, None] * v_stride_b
+            + offset[:, None] * v_stride_s
+            + kv_head * v_stride_h
+            + dim[None, :],
+            mask=in_prefix[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.where(in_prefix[None, :], scores, float("-inf"))
+        # Every block starts inside the prefix, so the maximum is finite.
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(running_max - new_max)
+        running_sum = running_sum * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        running_max = new_max
+
+    empty = running_sum == 0.0
+    acc = acc / tl.where(empty, 1.0, running_sum)[:, None]
+    tl.store(
+        out
+        + segment * out_stride_p
+        + row[:, None] * out_stride_t
+        + head[:, None] * out_stride_h
+        + dim[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=in_tile,
+    )
+    # log2 to natural logarithm: times ln 2.
+    log_sum = (running_max + tl.log2(tl.where(empty, 1.0, running_sum))) * 0.6931471805599453
+    tl.store(
+        lse + segment * lse_stride_p + head * lse_stride_h + row * lse_stride_t,
+        log_sum,
+        mask=valid,
+    )
