@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-# Keys and values of one layer, each float32 [num_tokens, num_kv_heads, head_dim], after norm and RoPE.
+# Keys (normed, rotated) and values of a layer, each float32 [num_tokens, num_kv_heads, head_dim].
 KeyValue = tuple[Tensor, Tensor]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from vllm_ddtree.tree.reference import accepted_path, build_tree
@@ -147,8 +148,8 @@ class Trace:
                 self.tokens[position + 1 + d] if position + 1 + d < len(self.tokens) else -1
                 for d in depths
             ]
-            rows, _ = accepted_path(tree, choices)
-            accepted = sum(1 for row in rows if 0 < row <= num_nodes)
+            rows, _ = accepted_path(tree, np.array(choices))
+            accepted = sum(0 < row <= num_nodes for row in rows)
             emitted = min(accepted + 1, end - position - 1)
             rounds.append(
                 Round(
