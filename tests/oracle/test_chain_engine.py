@@ -6,21 +6,13 @@ This anchors the oracle: what a DFlash draft is, and how vLLM counts rounds and 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from vllm_ddtree.testing import cpu
+from vllm_ddtree.testing.engine import run_engine
 
-if not cpu.available():
-    pytest.skip("needs the CPU test bed", allow_module_level=True)
-cpu.set_environment()
+from . import Drafter, Target, greedy, replay
 
-from vllm_ddtree.testing.engine import run_engine  # noqa: E402
-
-from . import Drafter, Target, greedy, replay  # noqa: E402
-
-MODELS = Path(__file__).resolve().parents[2] / "models"
 MAX_MODEL_LEN = 64
 PROMPTS = (
     "import os\nimport sys\n\n\ndef main():\n",
@@ -30,18 +22,19 @@ PROMPTS = (
 MAX_TOKENS = (24, 64, 17)  # the second request ends at the length limit
 
 
-def test_vllm_counts_the_same_rounds() -> None:
+@pytest.mark.skipif(not cpu.available(), reason="needs vLLM's CPU engine (cpu/README.md)")
+def test_vllm_counts_the_same_rounds(pair) -> None:
     from vllm import SamplingParams
 
     cpu.prepare()
-    target = Target.load(MODELS / "nano")
-    drafter = Drafter.load(MODELS / "nano-dflash", target)
+    target = Target.load(pair.target)
+    drafter = Drafter.load(pair.drafter, target)
     num_masks = drafter.block_size - 1
     result = run_engine(
-        MODELS / "nano",
+        pair.target,
         {
             "method": "dflash",
-            "model": str(MODELS / "nano-dflash"),
+            "model": str(pair.drafter),
             "num_speculative_tokens": num_masks,
         },
         PROMPTS,
