@@ -47,7 +47,9 @@ class KVCompactor:
         _, self.num_kv_heads, self.block_size, num_elements = first.shape
         size = first.element_size()
         extents = [num_elements * size, *(stride * size for stride in first.stride()[:3]), *unique]
-        word = next(width for width in _WORDS if all(extent % width == 0 for extent in extents))
+        self.word_size = word = next(
+            width for width in _WORDS if all(extent % width == 0 for extent in extents)
+        )
         self._word_dtype = getattr(tl, str(_WORDS[word]).removeprefix("torch."))
         self._num_words = num_elements * size // word
         self._strides = [stride * size // word for stride in first.stride()[:3]]
