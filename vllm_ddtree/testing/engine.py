@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one vLLM engine in this process and says what it generated and what its speculation counted."""
+"""Runs one vLLM engine in this process: what it generated, what its speculation counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt: TypeAlias = "str | Sequence[int]"
 
 @dataclass(frozen=True)
 class Counters:
-    """vLLM's `spec_decode` counters; the difference of two readings is what happened between them."""
+    """vLLM's `spec_decode` counters, from the engine's start or between two readings."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
