@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give the target's attention layers their tree-aware backend.
+
+Runs after the weights are loaded and before vLLM makes attention groups. A layer keeps its own backend;
+its implementation and metadata builder are replaced by subclasses. The drafter's layers are left alone.
+"""
+
+import functools
+from typing import Any
+
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_ddtree.attention.metadata import tree_builder
+from vllm_ddtree.runtime import Runtime
+
+SUPPORTED = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+
+
+def _tree_impl(backend_name: str) -> tuple[type, str]:
+    """Tree-aware implementation class of a backend, and its form in words."""
+    if backend_name == "FLASH_ATTN":
+        from vllm_ddtree.attention import flash
+
+        return flash.TreeFlashAttentionImpl, flash.FORM
+    if backend_name == "TRITON_ATTN":
+        from vllm_ddtree.attention import triton
+
+        return triton.TreeTritonAttentionImpl, triton.FORM
+    from vllm_ddtree.attention import cpu
+
+    return cpu.TreeCPUAttentionImpl, cpu.FORM
+
+
+@functools.cache
+def tree_backend(base: type) -> type:
+    """The tree-aware form of an attention backend class; it keeps the backend's name."""
+    impl, _ = _tree_impl(base.get_name())  # type: ignore[attr-defined]
+
+    class TreeBackend(base):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def get_impl_cls() -> type:
+            return impl
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            return tree_builder(base.get_builder_cls())  # type: ignore[attr-defined]
+
+    TreeBackend.__name__ = f"Tree{base.__name__}"
+    TreeBackend.__qualname__ = TreeBackend.__name__
+    return TreeBackend
+
+
+def _refuse(name: str, what: str, fix: str) -> ValueError:
+    return ValueError(f"method ddtree cannot verify trees in target layer {name}: {what}; {fix}")
+
+
+def check_layer(name: str, layer: Any) -> None:
+    """Raise ValueError for a target layer whose attention cannot be a tree's."""
+    elsewhere = "use method dflash for this target"
+    if not isinstance(layer, Attention):
+        raise _refuse(name, f"{type(layer).__name__} is not multi-head attention", elsewhere)
+    impl = layer.impl
+    if layer.attn_type != AttentionType.DECODER:
+        raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
+    backend = layer.attn_backend.get_name()
+    base = _tree_impl(backend)[0].__mro__[1] if backend in SUPPORTED else None
+    if base is None or not isinstance(impl, base):
+        raise _refuse(
+            name,
+            f"attention backend {backend}",
+            "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
+        )
+    if layer.sliding_window is not None:
+        raise _refuse(name, f"sliding window {layer.sliding_window}", elsewhere)
+    if getattr(impl, "alibi_slopes", None) is not None:
+        raise _refuse(name, "ALiBi", elsewhere)
+    if getattr(impl, "sinks", None) is not None:
+        raise _refuse(name, "attention sinks", elsewhere)
+    if getattr(impl, "logits_soft_cap", 0):
+        raise _refuse(name, f"logit soft-cap {impl.logits_soft_cap}", elsewhere)
+    if getattr(impl, "chunk_lookback", -1) > -1:
+        raise _refuse(name, "chunked attention", elsewhere)
+    if layer.head_size_v != layer.head_size:
+        raise _refuse(name, "value heads of another size than key heads", elsewhere)
+    if layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype auto")
+
+
+def target_layers(vllm_config: Any) -> dict[str, Any]:
+    """The target's attention layers by name."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer, AttentionLayerBase) and not layer.is_draft_layer
+    }
+
+
+def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
+    """Make every attention layer of the target tree-aware.
+
+    Returns:
+        The attention form in words, for the start-up line.
+
+    Raises:
+        ValueError: a layer cannot verify trees; one line with layer, reason and fix.
+
+    """
+    layers = target_layers(vllm_config)
+    for name, layer in layers.items():
+        check_layer(name, layer)
+    forms = set()
+    for layer in layers.values():
+        impl, form = _tree_impl(layer.attn_backend.get_name())
+        layer.attn_backend = tree_backend(layer.attn_backend)
+        layer.impl.__class__ = impl
+        layer.impl.tree_runtime = runtime
+        forms.add(form)
+    return ", ".join(sorted(forms))

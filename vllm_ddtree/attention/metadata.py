@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree-aware attention metadata builder: what a backend's own builder makes, plus the tree.
+
+`tree_builder(base)` subclasses any vLLM `AttentionMetadataBuilder`; its metadata carry a `TreeMetadata`
+under the attribute `tree`. All tensors in it are persistent buffers of the engine's runtime, written in
+place, so a replayed CUDA graph never sees a new one.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from vllm_ddtree.runtime import Runtime
+
+
+@dataclass
+class TreeMetadata:
+    """Tree part of one KV group's attention metadata for one step."""
+
+    masks: torch.Tensor
+    """[max_num_tokens, W] int32 ancestor bitmask by row."""
+    tail_lens: torch.Tensor
+    """[num_reqs] int32, tree rows at the end of each request, 0 without a tree."""
+    prefix_lens: torch.Tensor
+    """[num_reqs] int32, keys before the tree rows, 0 without a tree."""
+    max_tail: int
+    """Upper bound of tail_lens: budget + 1."""
+    has_plain_rows: bool
+    """Whether rows outside trees need the backend's own (causal) attention too."""
+
+
+def layer_runtime(builder: Any) -> Runtime:
+    """The runtime of the engine a builder's layers belong to."""
+    layers = builder.vllm_config.compilation_config.static_forward_context
+    return layers[builder.layer_names[0]].impl.tree_runtime
+
+
+@functools.cache
+def tree_builder(base: type) -> type:
+    """The tree-aware form of a backend's metadata builder class."""
+
+    class TreeMetadataBuilder(base):  # type: ignore[misc, valid-type]
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+            # A FULL graph is captured for tree rows only; mixed batches run their attention outside.
+            support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
+
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            return self._with_tree(metadata, common_attn_metadata)
+
+        def _with_tree(self, metadata: Any, common: Any) -> Any:
+            runtime = layer_runtime(self)
+            step, rows = runtime.step, runtime.rows
+            metadata.tree = None
+            if step.has_trees:
+                metadata.tree = TreeMetadata(
+                    masks=rows.masks,
+                    tail_lens=rows.tail_lens[: common.num_reqs],
+                    prefix_lens=rows.prefix_lens[: common.num_reqs],
+                    max_tail=runtime.num_rows,
+                    has_plain_rows=step.has_plain_rows,
+                )
+            return metadata
+
+    TreeMetadataBuilder.__name__ = f"Tree{base.__name__}"
+    TreeMetadataBuilder.__qualname__ = TreeMetadataBuilder.__name__
+    return TreeMetadataBuilder

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that knows vLLM's private names.
+
+Everything of vLLM that is replaced, or used although it is not a public interface, is listed here in
+`SEAMS` and looked up from here; moving to the next vLLM release means editing this file.
+
+- `check()` proves, without importing the heavy modules, that every seam is there (called at `register()`).
+- `hook_engine_args()` replaces the entry points through which a configuration is made (light).
+- `hook_runner()` replaces the two factories of Model Runner V2. It runs only in a process in which a
+  DDTree configuration exists, so that an installed plugin changes nothing for other methods.
+
+Every replacement calls the original for a configuration that is not DDTree's.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.34", prereleases=True)
+
+# module -> names that must exist there ("Class.member" for members).
+SEAMS: dict[str, tuple[str, ...]] = {
+    # Replaced.
+    "vllm.engine.arg_utils": (
+        "EngineArgs.create_speculative_config",
+        "EngineArgs.create_engine_config",
+    ),
+    "vllm.config.vllm": ("VllmConfig.num_lookahead_tokens", "VllmConfig.use_v2_model_runner"),
+    "vllm.v1.worker.gpu.spec_decode": ("init_speculator",),
+    "vllm.v1.worker.gpu.model_states": ("init_model_state", "resolve_model_state_cls"),
+    "vllm.v1.worker.gpu.model_runner": (
+        "GPUModelRunner.load_model",
+        "GPUModelRunner.sample",
+        "GPUModelRunner.postprocess_sampled",
+        "GPUModelRunner.execute_model",
+    ),
+    # Subclassed.
+    "vllm.config.speculative": (
+        "SpeculativeConfig.max_num_new_slots_for_drafting",
+        "SpeculativeConfig.compute_hash",
+        "SpeculativeConfig.use_dflash",
+    ),
+    "vllm.v1.worker.gpu.model_states.interface": (
+        "ModelState.prepare_inputs",
+        "ModelState.prepare_dummy_inputs",
+        "ModelState.prepare_attn",
+        "ModelState.postprocess_state",
+        "ModelState.custom_sampler",
+        "ModelState.add_request",
+        "ModelState.apply_staged_writes",
+        "ModelState.initialize_kv_cache",
+    ),
+    "vllm.v1.worker.gpu.model_states.default": ("DefaultModelState.prepare_attn",),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
+        "DFlashSpeculator._generate_draft",
+        "DFlashSpeculator._run_model",
+        "DFlashSpeculator._num_graph_context_tokens",
+        "DFlashSpeculator.init_cudagraph_manager",
+        "DFlashSpeculator.propose",
+        "DFlashSpeculator.set_attn",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.speculator": ("DraftModelSpeculator.load_model",),
+    "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager.capture",),
+    "vllm.v1.worker.gpu.cudagraph_utils": ("CudaGraphManager._init_candidates",),
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler": (
+        "RejectionSampler._get_logprobs_tensors",
+        "gather_draft_sampled",
+        "get_max_chunk_logits",
+        "_iter_request_chunks",
+    ),
+    # Used as they are.
+    "vllm.v1.worker.gpu.sample.sampler": ("Sampler.sample",),
+    "vllm.v1.worker.gpu.input_batch": ("get_num_sampled_and_rejected", "InputBatch"),
+    "vllm.v1.worker.gpu.metrics.logits": ("get_num_nans",),
+    "vllm.v1.worker.gpu.buffer_utils": ("UvaBackedTensor",),
+    "vllm.v1.attention.backends.flash_attn": (
+        "FlashAttentionBackend",
+        "FlashAttentionImpl.forward",
+        "FlashAttentionMetadataBuilder.build",
+        "FlashAttentionMetadataBuilder._get_scheduler_metadata",
+    ),
+    "vllm.v1.attention.backends.triton_attn": (
+        "TritonAttentionBackend",
+        "TritonAttentionImpl.forward",
+        "TritonAttentionMetadataBuilder.build",
+    ),
+    "vllm.v1.attention.backends.cpu_attn": (
+        "CPUAttentionBackend",
+        "CPUAttentionBackendImpl.forward",
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils": ("get_eagle3_aux_layers_from_config",),
+    "vllm.v1.worker.gpu.spec_decode.utils": ("get_parallel_drafting_token_id",),
+    "vllm.model_executor.layers.attention_layer_base": ("AttentionLayerBase.is_draft_layer",),
+    "vllm.model_executor.layers.attention.attention": ("Attention",),
+}
+
+_MARK = "_vllm_ddtree_original"
+
+
+class SeamError(RuntimeError):
+    """vLLM is not one this plugin knows: the message is one line that says what and how to fix it."""
+
+
+def vllm_version() -> Version:
+    """Version of the vLLM in this process."""
+    import vllm
+
+    return Version(vllm.__version__)
+
+
+def _members(source: Path) -> set[str]:
+    """Names bound at the top of a module, and "Class.member" for its classes."""
+    names: set[str] = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(prefix + node.name)
+                if isinstance(node, ast.ClassDef) and not prefix:
+                    visit(node.body, node.name + ".")
+            elif isinstance(node, ast.Assign):
+                names.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(prefix + node.target.id)
+            elif isinstance(node, ast.If):
+                visit(node.body, prefix)
+                visit(node.orelse, prefix)
+
+    visit(ast.parse(source.read_text()).body, "")
+    return names
+
+
+def _source_of(module: str) -> Path | None:
+    """The file of a vLLM module, found beside vLLM's own package without importing it."""
+    import vllm
+
+    base = Path(vllm.__path__[0]).joinpath(*module.split(".")[1:])
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+@functools.cache
+def check() -> None:
+    """Raise `SeamError` unless this vLLM's version is supported and has every seam."""
+    version = vllm_version()
+    if version not in SUPPORTED_VLLM:
+        raise SeamError(
+            f"vllm-ddtree supports vllm {SUPPORTED_VLLM}, but vllm {version} is installed: "
+            "install a vllm of that range or a newer vllm-ddtree"
+        )
+    missing = []
+    for module, names in SEAMS.items():
+        source = _source_of(module)
+        if source is None:
+            missing.append(module)
+            continue
+        present = _members(source) if names else set()
+        missing += [f"{module}.{name}" for name in names if name not in present]
+    if missing:
+        raise SeamError(
+            f"vllm {version} lacks {', '.join(missing)}, which vllm-ddtree builds on: "
+            f"install an unmodified vllm {SUPPORTED_VLLM}"
+        )
+
+
+def aux_layers(speculative_config: Any) -> tuple[int, ...] | None:
+    """Target layers whose inputs the drafter reads, as vLLM numbers them (DFlash's ids + 1)."""
+    from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
+
+    return eagle3_utils.get_eagle3_aux_layers_from_config(speculative_config)
+
+
+def mask_token_id(hf_config: Any) -> int | None:
+    """The token id of a draft block's masked queries, None when the checkpoint has none."""
+    from vllm.v1.worker.gpu.spec_decode.utils import get_parallel_drafting_token_id
+
+    try:
+        return get_parallel_drafting_token_id(hf_config)
+    except ValueError:
+        return None
+
+
+def mend_cpu_context_norm(drafter: Any) -> None:
+    """Give one drafter on the CPU the right context key norm.
+
+    vLLM's CPU `rms_norm` uses row 0 of the stacked weights of `_normalize_context_k`
+    (model_executor/models/qwen3_dflash.py) for every layer, so that a drafter of several layers drafts
+    worse there. Output is not affected. Only this instance is changed.
+    """
+    import types
+
+    import torch
+    from vllm import _custom_ops as ops
+
+    inner = getattr(drafter, "model", None)
+    if not hasattr(inner, "_normalize_context_k"):
+        return
+
+    def normalize(self: Any, all_k: torch.Tensor) -> torch.Tensor:
+        normed = torch.empty_like(all_k)
+        for layer in range(all_k.shape[0]):
+            ops.rms_norm(
+                normed[layer], all_k[layer], self._k_norm_weights[layer], self._rms_norm_eps
+            )
+        return normed
+
+    inner._normalize_context_k = types.MethodType(normalize, inner)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace `owner.name` by `make(original)`, once however often it is called."""
+    original = owner.__dict__[name]
+    target = original.fget if isinstance(original, property) else original
+    if hasattr(target, _MARK):
+        return
+    replacement = make(target)
+    functools.update_wrapper(replacement, target)
+    setattr(replacement, _MARK, target)
+    setattr(owner, name, property(replacement) if isinstance(original, property) else replacement)
+
+
+def hook_engine_args(
+    make_config: Callable[[dict[str, Any], Any, Any], Any],
+    is_ddtree: Callable[[Any], bool],
+    finish: Callable[[Any, Any], None],
+) -> None:
+    """Let `method: ddtree` through where configurations are made.
+
+    Args:
+        make_config: (user's keys, target ModelConfig, target ParallelConfig) -> speculative config.
+        is_ddtree: whether a speculative config is DDTree's.
+        finish: (EngineArgs, VllmConfig) -> None; checks the whole configuration, raising ValueError.
+
+    """
+    from vllm.config.vllm import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
+            keys = dict(self.speculative_config or {})
+            if (self.spec_method or keys.get("method")) != "ddtree":
+                return original(
+                    self,
+                    target_model_config=target_model_config,
+                    target_parallel_config=target_parallel_config,
+                )
+            for flag, key, value in (
+                ("--spec-method", "method", self.spec_method),
+                ("--spec-model", "model", self.spec_model),
+                ("--spec-tokens", "num_speculative_tokens", self.spec_tokens),
+            ):
+                if value is None:
+                    continue
+                if key in keys:
+                    raise ValueError(
+                        f"{flag} and --speculative-config['{key}'] are mutually exclusive"
+                    )
+                keys[key] = value
+            return make_config(keys, target_model_config, target_parallel_config)
+
+        return create
+
+    def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+            vllm_config = original(self, *args, **kwargs)
+            if is_ddtree(vllm_config.speculative_config):
+                finish(self, vllm_config)
+            return vllm_config
+
+        return create
+
+    def num_lookahead_tokens(original: Callable[[Any], int]) -> Callable[[Any], int]:
+        def lookahead(self: Any) -> int:
+            if is_ddtree(self.speculative_config):
+                # vLLM reserves num_speculative_tokens + 1 = budget + 1; the draft block may be longer.
+                return max(original(self), self.speculative_config.block_size)
+            return original(self)
+
+        return lookahead
+
+    _replace(EngineArgs, "create_speculative_config", create_speculative_config)
+    _replace(EngineArgs, "create_engine_config", create_engine_config)
+    _replace(VllmConfig, "num_lookahead_tokens", num_lookahead_tokens)
+
+
+def _replace_in_module(defining: str, users: tuple[str, ...], name: str, make: Any) -> None:
+    """Replace a function in its module and where it was imported by name."""
+    module = importlib.import_module(defining)
+    original = getattr(module, name)
+    if not hasattr(original, _MARK):
+        replacement = functools.wraps(original)(make(original))
+        setattr(replacement, _MARK, original)
+        setattr(module, name, replacement)
+    replacement = getattr(module, name)
+    for user in users:
+        loaded = sys.modules.get(user)
+        if loaded is not None and hasattr(loaded, name):
+            setattr(loaded, name, replacement)
+
+
+def hook_runner(
+    is_ddtree: Callable[[Any], bool],
+    make_speculator: Callable[..., Any],
+    make_model_state: Callable[..., Any],
+) -> None:
+    """Let Model Runner V2 build DDTree's speculator and model state."""
+    runner = "vllm.v1.worker.gpu.model_runner"
+
+    def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(vllm_config: Any, device: Any, req_states: Any) -> Any:
+            if is_ddtree(vllm_config.speculative_config):
+                return make_speculator(vllm_config, device)
+            return original(vllm_config, device, req_states)
+
+        return init
+
+    def init_model_state(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
+            if is_ddtree(vllm_config.speculative_config):
+                return make_model_state(vllm_config, model, encoder_cache, device)
+            return original(vllm_config, model, encoder_cache, device)
+
+        return init
+
+    _replace_in_module(
+        "vllm.v1.worker.gpu.spec_decode", (runner,), "init_speculator", init_speculator
+    )
+    _replace_in_module(
+        "vllm.v1.worker.gpu.model_states", (runner,), "init_model_state", init_model_state
+    )

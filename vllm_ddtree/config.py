@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The speculative configuration of `method: ddtree`.
+
+Toward vLLM a `DDTreeConfig` is a DFlash draft whose `num_speculative_tokens` is the budget: scheduler,
+decode query length, request buffers and graph sizes follow from that one number. The draft's own numbers
+(block size, depth, candidates) stand beside it and are used by the proposer only.
+"""
+
+import difflib
+from typing import Any
+
+from pydantic import Field
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+
+from vllm_ddtree import compat
+
+MAX_BUDGET = 255
+MAX_TOP_K = 64
+MAX_BLOCK_SIZE = 32
+DEFAULT_BUDGET = 31
+DEFAULT_TOP_K = 16
+
+# Keys of our own, and keys of `method: dflash` that keep their meaning.
+OWN_KEYS = ("budget", "top_k", "num_speculative_tokens")
+DFLASH_KEYS = (
+    "method",
+    "model",
+    "draft_tensor_parallel_size",
+    "quantization",
+    "moe_backend",
+    "attention_backend",
+    "kv_cache_dtype",
+    "max_model_len",
+    "revision",
+    "code_revision",
+    "draft_load_config",
+    "enforce_eager",
+    "disable_eagle_block_drop",
+    "disable_lookahead_block_hashes",
+)
+# Keys of `method: dflash` that DDTree takes at one value only: key -> (value, reason).
+FIXED_KEYS: dict[str, tuple[Any, str]] = {
+    "draft_sample_method": ("greedy", "the tree is built from the drafter's log-probs, not sampled"),
+    "rejection_sample_method": ("standard", "the tree is verified by sample-and-follow"),
+    "use_local_argmax_reduction": (False, "the tree needs log-probs, not the argmax alone"),
+    "enable_adaptive_verification": (False, "it verifies a prefix of a chain"),
+    "disable_padded_drafter_batch": (False, "the draft block has one length"),
+    "parallel_drafting": (True, "DFlash always drafts in parallel"),
+}
+
+
+@config
+class DDTreeConfig(SpeculativeConfig):
+    """A `SpeculativeConfig` with DDTree's keys (budget in nodes, depth and block size in tokens)."""
+
+    budget: int = Field(default=DEFAULT_BUDGET, ge=1, le=MAX_BUDGET)
+    """Nodes of the tree, the root not counted."""
+    top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MAX_TOP_K)
+    """Candidates a draft position."""
+    depth: int = Field(default=1, ge=1)
+    """Depth limit of the tree: the user's `num_speculative_tokens`."""
+    block_size: int = Field(default=2, ge=2)
+    """Query tokens of the draft forward (anchor and masks), from the drafter's config."""
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Draft queries a request beyond the one vLLM counts; independent of the budget."""
+        own = super().max_num_new_slots_for_drafting
+        return own and self.block_size - 1
+
+    def __repr__(self) -> str:
+        return (
+            f"SpeculativeConfig(method='ddtree', model={self.draft_model_config.model!r}, "
+            f"budget={self.budget}, depth={self.depth}, top_k={self.top_k}, "
+            f"block_size={self.block_size})"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Unpickled in an engine or worker process: that process needs the runner's hooks.
+        self.__dict__.update(state)
+        from vllm_ddtree.plugin import install
+
+        install()
+
+
+def is_ddtree(speculative_config: Any) -> bool:
+    """Whether a speculative configuration is DDTree's."""
+    return isinstance(speculative_config, DDTreeConfig)
+
+
+def _bad(key: str, value: Any, fix: str) -> ValueError:
+    return ValueError(f"speculative_config: {key}={value!r} is not valid for method ddtree: {fix}")
+
+
+def _whole(keys: dict[str, Any], key: str, low: int, high: int, default: int | None) -> int | None:
+    """A whole number between low and high, or the default when the key is absent."""
+    value = keys.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _bad(key, value, f"give a whole number from {low} to {high}")
+    return value
+
+
+def check_keys(keys: dict[str, Any]) -> None:
+    """Raise ValueError for a key that DDTree does not take."""
+    known = (*OWN_KEYS, *DFLASH_KEYS, *FIXED_KEYS)
+    for key, value in keys.items():
+        if key in FIXED_KEYS:
+            allowed, reason = FIXED_KEYS[key]
+            if value is not None and value != allowed:
+                raise _bad(key, value, f"leave it out or give {allowed!r} ({reason})")
+        elif key == "num_speculative_tokens_per_batch_size":
+            raise _bad(key, value, "leave it out (the budget does not depend on the load)")
+        elif key == "tensor_parallel_size":
+            raise _bad(key, value, "use draft_tensor_parallel_size")
+        elif key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its keys are {', '.join(known)}"
+            raise _bad(key, value, f"there is no such key; {hint}")
+
+
+def draft_block_size(hf_config: Any) -> int | None:
+    """`block_size` of a DFlash drafter's config.json, wherever the checkpoint keeps it."""
+    nested = getattr(hf_config, "dflash_config", None) or {}
+    value = getattr(hf_config, "block_size", None)
+    return value if value is not None else nested.get("block_size")
+
+
+def _check_drafter(spec: "DDTreeConfig") -> int:
+    """The drafter's block size; ValueError unless it is a plain DFlash drafter for this target."""
+    draft = spec.draft_model_config
+    name = draft.model
+    original = getattr(draft.hf_config, "model", None) or draft.hf_config
+    architectures = getattr(original, "architectures", None) or draft.architectures or ["unknown"]
+    special = [a for a in architectures if any(s in a for s in ("DFlash2", "LiLiCorr", "XPress"))]
+    if special:
+        raise _bad("model", name, f"give a plain DFlash drafter, not {special[0]}")
+    block_size = draft_block_size(draft.hf_config)
+    layers = compat.aux_layers(spec)
+    missing = [
+        what
+        for what, there in (
+            ("block_size", block_size),
+            ("dflash_config.mask_token_id", compat.mask_token_id(draft.hf_config) is not None),
+            ("dflash_config.target_layer_ids", layers),
+        )
+        if not there
+    ]
+    if missing:
+        raise _bad(
+            "model",
+            name,
+            f"give a DFlash drafter ({architectures[0]} has no {', '.join(missing)} in config.json)",
+        )
+    assert block_size is not None and layers is not None
+    if not 2 <= block_size <= MAX_BLOCK_SIZE:
+        raise _bad("model", name, f"its block_size {block_size} is outside 2 to {MAX_BLOCK_SIZE}")
+    num_layers = spec.target_model_config.get_total_num_hidden_layers()
+    if max(layers) > num_layers:
+        raise _bad(
+            "model",
+            name,
+            f"it reads target layer {max(layers)}, but the target has {num_layers} layers: "
+            "give the drafter trained for this target",
+        )
+    return block_size
+
+
+def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_config: Any) -> Any:
+    """A DDTreeConfig from the user's keys.
+
+    Raises:
+        ValueError: one line naming the key, its value and the fix.
+
+    """
+    from vllm_ddtree.plugin import install
+
+    install()
+    keys = {key.replace("-", "_"): value for key, value in keys.items()}
+    check_keys(keys)
+    budget = _whole(keys, "budget", 1, MAX_BUDGET, DEFAULT_BUDGET)
+    top_k = _whole(keys, "top_k", 1, MAX_TOP_K, DEFAULT_TOP_K)
+    depth = _whole(keys, "num_speculative_tokens", 1, MAX_BLOCK_SIZE - 1, None)
+    assert budget is not None and top_k is not None
+    model = keys.get("model")
+    if not isinstance(model, str) or not model:
+        raise _bad("model", model, "give the DFlash drafter's folder or hub name")
+    rest = {key: value for key, value in keys.items() if key in DFLASH_KEYS and key != "method"}
+    built = DDTreeConfig(
+        method="dflash",
+        num_speculative_tokens=budget,
+        budget=budget,
+        target_model_config=target_model_config,
+        target_parallel_config=target_parallel_config,
+        **rest,
+    )
+    built.block_size = _check_drafter(built)
+    if depth is not None and depth >= built.block_size:
+        raise _bad(
+            "num_speculative_tokens",
+            depth,
+            f"the draft depth is at most {built.block_size - 1}, the drafter's block_size - 1; "
+            "the number of nodes is set by budget",
+        )
+    built.depth = depth if depth is not None else built.block_size - 1
+    # A node is among the budget best only if its rank is below the budget.
+    built.top_k = min(top_k, budget, built.draft_model_config.get_vocab_size())
+    return built

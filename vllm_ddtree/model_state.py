@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model state: tree rows before the target's forward, the commit after sampling.
+
+A mix-in over whatever `ModelState` (v1/worker/gpu/model_states/) the target resolves to.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from vllm_ddtree import runtime
+from vllm_ddtree.attention.install import install_tree_attention, target_layers
+from vllm_ddtree.attention.rows import prepare_rows
+from vllm_ddtree.commit.kv import KVCompactor
+from vllm_ddtree.runtime import Step
+from vllm_ddtree.sampler.sampler import TreeRejectionSampler
+from vllm_ddtree.sampler.chain_requests import needs_chain
+
+logger = init_logger("vllm.ddtree")
+
+
+def make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
+    """DDTree's model state for a loaded target.
+
+    Raises:
+        ValueError: the target needs a model state, or an attention, that trees do not support.
+
+    """
+    base = resolve_model_state_cls(vllm_config, model)
+    if base is not DefaultModelState:
+        raise ValueError(
+            f"method ddtree does not support target {vllm_config.model_config.model!r}: it needs "
+            f"{base.__name__} (recurrent, cross-attention or encoder layers); use method dflash"
+        )
+    return DDTreeModelState(vllm_config, model, encoder_cache, device)
+
+
+class DDTreeStateMixin:
+    """Tree hooks over a `ModelState`."""
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)  # type: ignore[call-arg]
+        if getattr(self, "rope_state", None) is not None:
+            raise ValueError(
+                f"method ddtree does not support target {vllm_config.model_config.model!r}: its "
+                "positions have several axes (M-RoPE); use method dflash"
+            )
+        self.runtime = runtime.of(vllm_config)
+        self.runtime.attention_form = install_tree_attention(vllm_config, self.runtime)
+        self.compactors: list[tuple[int, KVCompactor]] = []
+        # Requests that verify a chain inside the tree's rows, by slot.
+        self._chain = UvaBackedTensor(vllm_config.scheduler_config.max_num_seqs, torch.int32)
+        self._chain_stale = False
+        self._all_chain = bool(vllm_config.model_config.logits_processors)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """Note whether the request's sampling reads preceding rows as its own tokens."""
+        super().add_request(req_index, new_req_data)  # type: ignore[misc]
+        chain = self._all_chain or needs_chain(new_req_data.sampling_params)
+        if self._chain.np[req_index] != chain:
+            self._chain.np[req_index] = chain
+            self._chain_stale = True
+
+    def apply_staged_writes(self) -> None:
+        """Bring staged request state to the device."""
+        super().apply_staged_writes()  # type: ignore[misc]
+        if self._chain_stale:
+            self.runtime.trees.chain.copy_(self._chain.copy_to_uva())
+            self._chain_stale = False
+
+    def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
+        """Collect the target's caches for compaction, group by group."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
+        layers = target_layers(self.vllm_config)  # type: ignore[attr-defined]
+        self.compactors = []
+        for gid, group in enumerate(kv_cache_config.kv_cache_groups):
+            caches = [layers[name].kv_cache for name in group.layer_names if name in layers]
+            if caches:
+                self.compactors.append((gid, KVCompactor(caches)))
+
+    def prepare_attn(
+        self,
+        input_batch: Any,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: Any,
+        kv_cache_config: Any,
+        for_capture: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Fill the step's tree rows, then build vLLM's attention metadata (with the tree in it)."""
+        rt, batch = self.runtime, input_batch
+        num_logits = np.diff(batch.cu_num_logits_np)
+        cu_num_logits = batch.cu_num_logits
+        if for_capture and (batch.num_scheduled_tokens == rt.num_rows).all():
+            # A FULL graph of the verify step: every request is a tree of budget + 1 rows.
+            cu_num_logits = batch.query_start_loc
+            num_logits = batch.num_scheduled_tokens
+        rt.step = Step(
+            has_trees=bool((num_logits > 1).any()),
+            has_plain_rows=bool((num_logits != batch.num_scheduled_tokens).any())
+            or bool((num_logits == 1).any()),
+            num_reqs=batch.num_reqs,
+            query_start_loc=batch.query_start_loc,
+            slot_mappings=slot_mappings,
+        )
+        prepare_rows(
+            rt.trees,
+            rt.rows,
+            batch.idx_mapping,
+            batch.query_start_loc,
+            cu_num_logits,
+            batch.seq_lens,
+            batch.positions,
+            batch.num_reqs,
+            batch.num_reqs_after_padding,
+            batch.num_tokens_after_padding,
+            int(batch.num_scheduled_tokens.max()),
+        )
+        return super().prepare_attn(  # type: ignore[misc]
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+            *args,
+            **kwargs,
+        )
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        """The target's positions: committed length + depth for tree rows."""
+        inputs = super().prepare_inputs(input_batch, req_states)  # type: ignore[misc]
+        positions = self.runtime.rows.positions[: input_batch.num_tokens_after_padding]
+        return {**inputs, "positions": positions}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """The same persistent positions for a captured graph."""
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)  # type: ignore[misc]
+        return {**inputs, "positions": self.runtime.rows.positions[:num_tokens]}
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """vLLM's sampler, and the tree rejection sampler over it."""
+        return sampler, TreeRejectionSampler(
+            sampler,
+            self.vllm_config.speculative_config,  # type: ignore[attr-defined]
+            self.device,  # type: ignore[attr-defined]
+            self.runtime,
+        )
+
+    def postprocess_state(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Move the accepted path's keys and values to the slots right after the root."""
+        rt, step = self.runtime, self.runtime.step
+        if step.verified:
+            assert step.slot_mappings is not None and step.query_start_loc is not None
+            for gid, compactor in self.compactors:
+                compactor.compact(
+                    step.slot_mappings[gid],
+                    step.query_start_loc,
+                    rt.rows.tail_lens,
+                    rt.path_rows,
+                    rt.path_lens,
+                    step.num_reqs,
+                )
+        super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)  # type: ignore[misc]
+
+
+class DDTreeModelState(DDTreeStateMixin, DefaultModelState):
+    """DDTree over vLLM's default model state."""

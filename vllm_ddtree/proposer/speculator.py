@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DDTree proposer: vLLM's DFlash drafter, its log-probs grown into a tree.
+
+`DDTreeSpeculator` is vLLM's `DFlashSpeculator` (v1/worker/gpu/spec_decode/dflash/speculator.py) with two
+token counts instead of one: the draft forward has `block_size` query tokens a request whatever the budget,
+the verify step and with it the drafter's new context rows are `budget + 1`.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from vllm_ddtree import compat, runtime
+from vllm_ddtree.graphs.draft import DraftGraphManager
+from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
+from vllm_ddtree.tree.build import build_trees
+
+logger = init_logger("vllm.ddtree")
+
+
+def make_speculator(vllm_config: Any, device: torch.device) -> "DDTreeSpeculator":
+    """The speculator of a runner, before any weight is loaded.
+
+    Raises:
+        ValueError: the target gives no auxiliary hidden states.
+
+    """
+    target = get_model_cls(vllm_config.model_config)
+    if not supports_eagle3(target):
+        raise ValueError(
+            f"method ddtree cannot use target {vllm_config.model_config.model!r}: {target.__name__} gives "
+            "no auxiliary hidden states to a DFlash drafter; use a target that method dflash supports"
+        )
+    return DDTreeSpeculator(vllm_config, device, runtime.create(vllm_config, device))
+
+
+def _draft_view(vllm_config: Any) -> Any:
+    """The configuration as the draft forward sees it: block_size - 1 masked queries."""
+    view = copy.copy(vllm_config)
+    view.speculative_config = copy.copy(vllm_config.speculative_config)
+    view.speculative_config.num_speculative_tokens = view.speculative_config.block_size - 1
+    return view
+
+
+class DDTreeSpeculator(DFlashSpeculator):
+    """Drafts a block and grows the best tree of `budget` nodes from its log-probs."""
+
+    _speculator_name = "DDTree"
+
+    def __init__(self, vllm_config: Any, device: torch.device, rt: runtime.Runtime) -> None:
+        # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
+        self.runtime = rt
+        super().__init__(_draft_view(vllm_config), device)
+        self.tree_tokens = torch.zeros(
+            self.max_num_reqs, rt.budget, dtype=torch.int64, device=device
+        )
+        shape = (self.max_num_reqs, rt.depth, rt.top_k)
+        self.log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.tree_slots = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
+        # Made by the first (profiling) run, which shows the width of the drafter's logits.
+        self.candidates: Candidates | None = None
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        """Load the drafter; on the CPU platform also mend vLLM's several-layer norm there."""
+        super().load_model(target_model)
+        if self.device.type == "cpu":
+            compat.mend_cpu_context_norm(self.model)
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        # A verify step leaves budget + 1 context rows a request, not block_size.
+        return min(num_reqs * self.runtime.num_rows, self.max_num_tokens)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """DFlash's choice of mode, with capture sizes counted in draft blocks."""
+        super().init_cudagraph_manager(cudagraph_mode)
+        chosen = self.query_cudagraph_manager.cudagraph_mode
+        self.query_cudagraph_manager = DraftGraphManager(
+            self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
+        )
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """Draft forward, log-probs over the full vocabulary, trees. Runs inside the draft's FULL graph."""
+        hidden_states = self._run_model(
+            num_tokens_padded,
+            attn_metadata,
+            slot_mappings,
+            num_tokens_across_dp,
+            cudagraph_runtime_mode,
+        )
+        rt, steps = self.runtime, self.num_speculative_steps
+        # [num_reqs, depth]: the first `depth` masked queries of each block.
+        rows = self.sample_indices[: num_reqs * steps].view(num_reqs, steps)[:, : rt.depth]
+        logits = self.model.compute_logits(hidden_states[rows.reshape(-1)])
+        if self.candidates is None:
+            self.candidates = Candidates(
+                self.max_num_reqs * rt.depth, logits.shape[1], rt.top_k, logits.device
+            )
+        log_probs, token_ids = self.log_probs[:num_reqs], self.token_ids[:num_reqs]
+        top_k_log_probs(
+            logits, log_probs.flatten(0, 1), token_ids.flatten(0, 1), self.candidates
+        )
+        # A padded or dummy request's rows are inert: -1.
+        slots = self.tree_slots[:num_reqs]
+        slots.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
+        build_trees(
+            log_probs,
+            token_ids,
+            slots,
+            rt.trees,
+            self.tree_tokens[:num_reqs],
+            rt.depth,
+        )
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft trees for the batch.
+
+        The drafter's context is the accepted path's rows in path order: vLLM drops the last
+        `num_rejected` rows of each request, so the path is gathered to the front first.
+
+        Returns:
+            [num_reqs, budget] int64, the trees' tokens in row order.
+
+        """
+        if aux_hidden_states and self.runtime.step.verified:
+            path = self.runtime.rows.path[: input_batch.num_tokens]
+            aux_hidden_states = [states[path] for states in aux_hidden_states]
+        super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            *args,
+            **kwargs,
+        )
+        self.runtime.step.verified = False
+        return self.tree_tokens[: input_batch.num_reqs]

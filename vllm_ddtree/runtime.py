@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one engine's DDTree parts share: the trees by request slot and the rows of the present step.
+
+A runtime belongs to one model runner. It is found by the identity of that runner's VllmConfig and goes
+with it, so engines that live one after another (or side by side) in a process never meet.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_ddtree.attention.rows import RowBuffers
+from vllm_ddtree.tree.buffers import TreeBuffers
+
+
+@dataclass
+class Step:
+    """Host-side facts of the verify step in progress."""
+
+    has_trees: bool = False
+    """Whether any request of the batch verifies drafts."""
+    has_plain_rows: bool = True
+    """Whether any row of the batch belongs to no tree (prefill, plain decode)."""
+    verified: bool = False
+    """Whether the tree sampler ran, so that there is a path to commit."""
+    num_reqs: int = 0
+    query_start_loc: torch.Tensor | None = None
+    """[num_reqs + 1] int32."""
+    slot_mappings: torch.Tensor | None = None
+    """[num_kv_groups, num_tokens] int64, the target's slots by row."""
+
+
+@dataclass
+class Runtime:
+    """State shared by speculator, model state, attention and sampler of one engine."""
+
+    budget: int
+    depth: int
+    top_k: int
+    block_size: int
+    trees: TreeBuffers
+    rows: RowBuffers
+    path_rows: torch.Tensor
+    """[max_num_reqs, depth + 1] int32: tree row of each path element, root first."""
+    path_lens: torch.Tensor
+    """[max_num_reqs] int32: path elements, root included."""
+    step: Step = field(default_factory=Step)
+    attention_form: str = ""
+    """How the target verifies, in words (start-up line)."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a request's tree: root and nodes."""
+        return self.budget + 1
+
+
+_runtimes: dict[int, Runtime] = {}
+
+
+def create(vllm_config: Any, device: torch.device) -> Runtime:
+    """A runtime for this configuration's runner, kept until the configuration is collected."""
+    spec = vllm_config.speculative_config
+    scheduler = vllm_config.scheduler_config
+    max_num_reqs, max_num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    runtime = Runtime(
+        budget=spec.budget,
+        depth=spec.depth,
+        top_k=spec.top_k,
+        block_size=spec.block_size,
+        trees=TreeBuffers(max_num_reqs, spec.budget, device),
+        rows=RowBuffers(max_num_tokens, max_num_reqs, spec.budget, device),
+        path_rows=torch.zeros(max_num_reqs, spec.depth + 1, dtype=torch.int32, device=device),
+        path_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
+    )
+    key = id(vllm_config)
+    _runtimes[key] = runtime
+    weakref.finalize(vllm_config, _runtimes.pop, key, None)
+    return runtime
+
+
+def of(vllm_config: Any) -> Runtime:
+    """The runtime created for exactly this configuration object."""
+    return _runtimes[id(vllm_config)]
