@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM CPU engine a call, with the settings and prompts of the engine tests.
 
-from harness import PROMPTS, dflash, ddtree, greedy, run_engine
+from tests.engine.harness import PROMPTS, dflash, ddtree, greedy, run_engine
 
 result = run_engine(pair.target, ddtree(pair, budget=15), PROMPTS, greedy(48))
 result.token_ids, result.counters.acceptance_length

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
-from harness import PROMPTS, dflash, generate, greedy, open_engine, run_engine
 
 from tests.conftest import Pair
+from tests.engine.harness import PROMPTS, dflash, generate, greedy, open_engine, run_engine
 
 
 @pytest.fixture(scope="module")
