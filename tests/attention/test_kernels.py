@@ -10,6 +10,7 @@ import torch
 from triton.runtime import interpreter
 from vllm.triton_utils import tl
 
+from vllm_ddtree.attention import tail
 from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
 from vllm_ddtree.attention.reference import (
     gather_cache,
@@ -151,6 +152,30 @@ def test_block_sizes(block_size: int) -> None:
     batch = make_batch([tree(37, 6), tree(12, 3)], block_size=block_size)
     for paged in (False, True):
         assert_close(run_both(batch, max_tail=6, paged=paged), expected_output(batch))
+
+
+@pytest.mark.parametrize("tile_rows", [32, 64, 128])
+def test_larger_tiles(tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles that large batches get: rows of one tile far past the tail, several mask words."""
+    monkeypatch.setattr(tail, "_tile_rows", lambda *_: tile_rows)
+    batch = make_batch([tree(19, 40), chunk(7, 2), tree(0, 3)], num_words=2)
+    assert_close(run_both(batch, max_tail=40), expected_output(batch))
+
+
+def test_tiles_grow_with_the_batch() -> None:
+    """8 KV heads of 4 query heads of 128, 64 tree rows."""
+    assert tail._tile_rows(1 * 8, 64 * 4, 128, 2) == 16
+    assert tail._tile_rows(32 * 8, 64 * 4, 128, 2) == 128
+    assert tail._tile_rows(32 * 8, 64 * 4, 128, 4) == 32
+
+
+def test_rows_without_a_slot_have_no_key() -> None:
+    batch = make_batch([tree(19, 13)])
+    without = 4
+    batch.slot_mapping[without] = -1
+    out = run_both(batch, max_tail=13, paged=True)
+    batch.row_masks &= ~(1 << without)
+    assert_close(out, expected_output(batch))
 
 
 @pytest.mark.parametrize("num_segments", [2, 3, 7])
