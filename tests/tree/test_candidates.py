@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Top candidates and their log-probs against a sort and a float64 log-sum-exp."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -82,7 +84,7 @@ def test_all_candidates_in_one_group_or_in_many():
 
 @pytest.mark.parametrize("gone", [-INF, float("nan")])
 def test_missing_logits(gone):
-    """A draft vocabulary smaller than the target's leaves -inf; fewer finite logits than k, and none at all."""
+    """As a draft vocabulary smaller than the target's leaves them; down to no logit at all."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(5, 2 * CHUNK + 5, generator=generator)
     logits[0, 3:CHUNK] = gone
@@ -155,12 +157,12 @@ def test_no_rows():
     ],
 )
 def test_arguments_that_do_not_fit(argument, change):
-    arguments = dict(
-        logits=torch.zeros(2, 10, device=DEVICE),
-        out_log_probs=torch.zeros(2, 4, device=DEVICE),
-        out_ids=torch.zeros(2, 4, dtype=torch.int64, device=DEVICE),
-        scratch=Candidates(2, 10, 4, DEVICE),
-    )
+    arguments: dict[str, Any] = {
+        "logits": torch.zeros(2, 10, device=DEVICE),
+        "out_log_probs": torch.zeros(2, 4, device=DEVICE),
+        "out_ids": torch.zeros(2, 4, dtype=torch.int64, device=DEVICE),
+        "scratch": Candidates(2, 10, 4, DEVICE),
+    }
     top_k_log_probs(**arguments)
     arguments[argument] = change(arguments[argument])
     with pytest.raises(ValueError, match=argument):
@@ -169,5 +171,5 @@ def test_arguments_that_do_not_fit(argument, change):
 
 @pytest.mark.parametrize("max_rows,vocab,k", [(0, 10, 2), (1, 10, 0), (1, 10, 11)])
 def test_sizes_that_do_not_fit(max_rows, vocab, k):
-    with pytest.raises(ValueError, match="max_rows|top_k"):
+    with pytest.raises(ValueError, match=r"max_rows|top_k"):
         Candidates(max_rows, vocab, k, DEVICE)

@@ -41,7 +41,7 @@ def build_and_check(
     log_probs, budget, *, depth_limit=None, chain=None, slots=None, trees=None, seed=0
 ):
     """Build [R, D, K] log-probs and compare each request with the oracle. Returns the buffers."""
-    num_reqs, num_depths, top_k = log_probs.shape
+    num_reqs, num_depths, _ = log_probs.shape
     log_probs = log_probs.astype(np.float32)
     ids = np.random.default_rng(seed).integers(1, 150_000, log_probs.shape)
     slots = list(range(num_reqs)) if slots is None else slots
@@ -70,7 +70,7 @@ def build_and_check(
 
 
 def draw(rng, kind, *shape):
-    """Log-probs, best first, of one kind: distinct; tied by rounding or not; tied often; all equal."""
+    """Log-probs, best first: distinct, tied up to rounding, tied often, or all equal."""
     raw = {
         "normal": lambda: -np.abs(rng.normal(size=shape)) * 2,
         "tenths": lambda: -0.1 * rng.integers(0, 8, shape),
@@ -99,7 +99,7 @@ def test_depths_and_candidates(num_depths, top_k):
 
 @pytest.mark.parametrize("num_depths,top_k", [(4, 3), (6, 2), (3, 5)])
 def test_ties_of_every_shape(num_depths, top_k):
-    """Zeros, minus ones and minus twos, in descending order and in none: most pops are decided by ranks."""
+    """Zeros, minus ones and minus twos, sorted and not: ranks decide most pops."""
     rng = np.random.default_rng(top_k)
     raw = -rng.integers(0, 3, (12, num_depths, top_k)).astype(np.float32)
     raw[:6] = -np.sort(-raw[:6], axis=-1)
@@ -163,7 +163,7 @@ def test_signed_zeros_and_smallest_scores():
 
 
 def test_only_named_slots_are_written():
-    """Inert rows and unnamed slots leave every by-slot buffer as it was, at both ends of a large table."""
+    """Inert rows and unnamed slots leave every by-slot buffer as it was."""
     rng = np.random.default_rng(10)
     trees = TreeBuffers(300, 33, DEVICE)
     for name in OUTPUTS:
@@ -217,14 +217,14 @@ def test_no_requests():
 
 
 def good_arguments():
-    return dict(
-        log_probs=torch.zeros(2, 3, 4, device=DEVICE),
-        token_ids=torch.zeros(2, 3, 4, dtype=torch.int64, device=DEVICE),
-        slots=torch.arange(2, device=DEVICE),
-        trees=TreeBuffers(2, 5, DEVICE),
-        draft_tokens=torch.zeros(2, 5, dtype=torch.int64, device=DEVICE),
-        depth_limit=3,
-    )
+    return {
+        "log_probs": torch.zeros(2, 3, 4, device=DEVICE),
+        "token_ids": torch.zeros(2, 3, 4, dtype=torch.int64, device=DEVICE),
+        "slots": torch.arange(2, device=DEVICE),
+        "trees": TreeBuffers(2, 5, DEVICE),
+        "draft_tokens": torch.zeros(2, 5, dtype=torch.int64, device=DEVICE),
+        "depth_limit": 3,
+    }
 
 
 @pytest.mark.parametrize(
@@ -271,5 +271,5 @@ def test_words():
 
 @pytest.mark.parametrize("max_num_reqs,budget", [(1, 0), (1, 256), (0, 5)])
 def test_buffer_sizes_that_do_not_fit(max_num_reqs, budget):
-    with pytest.raises(ValueError, match="budget|max_num_reqs"):
+    with pytest.raises(ValueError, match=r"budget|max_num_reqs"):
         TreeBuffers(max_num_reqs, budget, DEVICE)

@@ -20,8 +20,11 @@ def paths(tree):
 
 
 def by_sorting(log_probs, budget):
-    """All rank tuples by (score descending, tuple ascending). Valid for log-probs <= 0 in descending order, where
-    neither a child nor a later sibling can come before what it follows."""
+    """All rank tuples by (score descending, tuple ascending).
+
+    Valid for log-probs <= 0 in descending order, where neither a child nor a later sibling can
+    come before what it follows.
+    """
     num_depths, top_k = log_probs.shape
     scored = []
     for depth in range(1, num_depths + 1):

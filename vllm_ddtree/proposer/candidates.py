@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The most probable tokens of each draft position, with exact log-probs (DDTree, arXiv 2604.12989).
 
-Two passes. The first streams the logits once and keeps, of every group of 256 tokens, the best logit, and, of every
-chunk of groups, its share of the log-sum-exp. The second finds one candidate after another: the best group holds it,
-and only that group is read again. The order (value descending, token id ascending) is total, so whatever comes after
-the last candidate is still to be had, and nothing needs to be crossed out.
+Two passes. The first streams the logits once and keeps, of every group of 256 tokens, the best
+logit, and, of every chunk of groups, its share of the log-sum-exp. The second finds one candidate
+after another: the best group holds it, and only that group is read again. The order (value
+descending, token id ascending) is total, so whatever comes after the last candidate is still to be
+had, and nothing needs to be crossed out.
 
 Logits are compared as int32 images of the same order, with NaN as -inf and -0.0 as 0.0.
 """
@@ -45,7 +46,7 @@ class Candidates:
         self.group_max = torch.empty(max_rows, self.num_groups, dtype=torch.int32, device=device)
         self.chunk_max = torch.empty(max_rows, self.num_chunks, dtype=torch.float32, device=device)
         self.chunk_sum = torch.empty(max_rows, self.num_chunks, dtype=torch.float32, device=device)
-        # The interpreter pays by the operation, not by the element: there, one program takes many rows.
+        # On the CPU Triton's interpreter pays by the operation: there one program takes many rows.
         self.rows_per_program = 64 if torch.device(device).type == "cpu" else 1
 
 
@@ -68,14 +69,16 @@ def top_k_log_probs(
 ) -> None:
     """Write the `top_k` best tokens of each row and their log-probs over the whole vocabulary.
 
-    logits:        float16, bfloat16 or float32 [M, V], the last dimension contiguous; NaN counts as -inf
+    logits:        float16, bfloat16 or float32 [M, V], the last dimension contiguous; NaN counts as
+                   -inf
     out_log_probs: float32 [M, k], out: logit minus log-sum-exp, natural logarithm, descending
-    out_ids:       int64 [M, k], out: token ids; equal logits in ascending order of id, so that every
-                   tensor-parallel rank holds the same tree
+    out_ids:       int64 [M, k], out: token ids; equal logits in ascending order of id, so that
+                   every tensor-parallel rank holds the same tree
     scratch:       made for at least M rows and for this V and k; overwritten
 
-    A row's result does not depend on the other rows. Reads and writes only device memory and allocates nothing,
-    so it can be captured in a graph. Raises ValueError when a shape or dtype does not fit.
+    A row's result does not depend on the other rows. Reads and writes only device memory and
+    allocates nothing, so it can be captured in a graph. Raises ValueError when a shape or dtype
+    does not fit.
     """
     num_rows = _check(logits, out_log_probs, out_ids, scratch)
     if num_rows == 0:
@@ -131,7 +134,8 @@ def _check(
     num_rows = logits.shape[0]
     if num_rows > scratch.max_rows:
         raise ValueError(
-            f"logits has {num_rows} rows; make Candidates with max_rows of at least that, not {scratch.max_rows}"
+            f"logits has {num_rows} rows; make Candidates with max_rows of at least that, "
+            f"not {scratch.max_rows}"
         )
     for name, tensor, dtype in (
         ("out_log_probs", out_log_probs, torch.float32),
@@ -139,7 +143,8 @@ def _check(
     ):
         if tensor.shape != (num_rows, scratch.top_k) or tensor.dtype != dtype:
             raise ValueError(
-                f"{name} must be {dtype} [{num_rows}, {scratch.top_k}], got {tensor.dtype} {list(tensor.shape)}"
+                f"{name} must be {dtype} [{num_rows}, {scratch.top_k}], "
+                f"got {tensor.dtype} {list(tensor.shape)}"
             )
     for name, tensor in (
         ("logits", logits),
@@ -148,14 +153,15 @@ def _check(
     ):
         if tensor.stride(1) != 1 and tensor.shape[1] > 1:
             raise ValueError(
-                f"{name} has stride {tensor.stride(1)} in its last dimension; make it contiguous there"
+                f"{name} has stride {tensor.stride(1)} in its last dimension; "
+                "make it contiguous there"
             )
     return num_rows
 
 
 @triton.jit
 def _load_logits(ptrs, in_vocab):
-    """Logits as float32 and as int32 images of the same order. Outside the vocabulary: -inf, and below its image."""
+    """Logits as float32, and as int32 of the same order with less than -inf's outside the vocab."""
     x = tl.load(ptrs, mask=in_vocab, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     x = tl.where(x == 0.0, 0.0, x)

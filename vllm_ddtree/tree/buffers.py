@@ -13,20 +13,22 @@ def words(budget: int) -> int:
 
 
 class TreeBuffers:
-    """Persistent trees by slot (vLLM's request-state index). Written in place, so captured graphs stay valid.
+    """Persistent trees by slot (vLLM's request-state index), written in place.
 
     With S = max_num_reqs, N = budget + 1 rows a tree (row 0 = root) and W = words(budget):
 
     tokens:    int32 [S, N], token of each node (row 0 and unused rows: 0)
     parents:   int32 [S, N], row of the parent (root and unused rows: -1)
     depths:    int32 [S, N], distance from the root (root: 0; unused rows: 1)
-    masks:     int32 [S, N, W], bit b of word w is set when row 32 * w + b is the row itself or one of its
-               ancestors (unused rows: the root and the row itself)
+    masks:     int32 [S, N, W], bit b of word w is set when row 32 * w + b is the row itself or one
+               of its ancestors (unused rows: the root and the row itself)
     num_nodes: int32 [S], valid nodes, 0..budget; rows num_nodes + 1 .. budget are unused
-    chain:     int32 [S], 1 to build only the spine; read by the builder, written by whoever sets the policy
+    chain:     int32 [S], 1 to build only the spine; read by the builder, written by whoever sets
+               the policy
     intervals: int32 [S, 2, N], the builder's scratch
 
-    Every slot starts as the empty tree. Raises ValueError for a budget outside 1..255 or no request slots.
+    Every slot starts as the empty tree. Raises ValueError for a budget outside 1..255 or no request
+    slots.
     """
 
     def __init__(self, max_num_reqs: int, budget: int, device: torch.device | str) -> None:

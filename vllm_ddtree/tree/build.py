@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Growing the trees on the device, one program a request (DDTree, arXiv 2604.12989).
 
-Siblings are taken in order of rank, so each row has exactly one pending candidate: its next child. One lane
-holds one row with that candidate, and the heap of the paper becomes two max-reductions over lanes.
+Siblings are taken in order of rank, so each row has exactly one pending candidate: its next child.
+One lane holds one row with that candidate, and the heap of the paper becomes two max-reductions
+over lanes.
 
-Ties go to the lexicographically smaller tuple of ranks, which needs no stored paths. Number the rows in preorder
-(children by rank): that is the lexicographic order. The candidate of row p belongs right behind p's subtree, at
-`end(p)`. Of two candidates with different ends a row lies between them, so the smaller end is the smaller tuple;
-with equal ends one owner is an ancestor of the other, and the deeper owner's candidate extends an earlier child of
-the shallower one, so it is smaller. Hence the key (end ascending, depth descending), unique among rows. A new row
-moves every end behind it by one, which are exactly the keys that do not beat the winner's.
+Ties go to the lexicographically smaller tuple of ranks, which needs no stored paths. Number the
+rows in preorder (children by rank): that is the lexicographic order. The candidate of row p belongs
+right behind p's subtree, at `end(p)`. Of two candidates with different ends a row lies between
+them, so the smaller end is the smaller tuple; with equal ends one owner is an ancestor of the
+other, and the deeper owner's candidate extends an earlier child of the shallower one, so it is
+smaller. Hence the key (end ascending, depth descending), unique among rows. A new row moves every
+end behind it by one, which are exactly the keys that do not beat the winner's.
 """
 
 import torch
@@ -29,17 +31,19 @@ def build_trees(
     draft_tokens: torch.Tensor,
     depth_limit: int,
 ) -> None:
-    """Grow one tree per batch row into its slot of `trees`, as `reference.build_tree` would, bit for bit.
+    """Grow one tree per batch row into its slot of `trees`, equal to `reference.build_tree`.
 
-    log_probs:    float32 [R, D, K], D <= 31, K <= 64, best candidate first; the last dimension contiguous
+    log_probs:    float32 [R, D, K], D <= 31, K <= 64, best candidate first; the last dimension
+                  contiguous
     token_ids:    int32 or int64 [R, D, K], the last dimension contiguous
     slots:        int32 or int64 [R], request slot of each batch row; -1 leaves every slot as it is
     trees:        written at `slots`, except `chain`, which is read
-    draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and where the slot is -1
+    draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and where
+                  the slot is -1
     depth_limit:  deepest node, 1..D
 
-    Reads and writes only device memory and allocates nothing, so it can be captured in a graph. Slots other than
-    -1 must differ. Raises ValueError when a shape, dtype or limit does not fit.
+    Reads and writes only device memory and allocates nothing, so it can be captured in a graph.
+    Slots other than -1 must differ. Raises ValueError when a shape, dtype or limit does not fit.
     """
     _check(log_probs, token_ids, slots, trees, draft_tokens, depth_limit)
     num_reqs = log_probs.shape[0]
@@ -98,7 +102,8 @@ def _check(
     for name, tensor in (("log_probs", log_probs), ("token_ids", token_ids)):
         if tensor.stride(2) != 1 and top_k > 1:
             raise ValueError(
-                f"{name} has stride {tensor.stride(2)} in its last dimension; make it contiguous there"
+                f"{name} has stride {tensor.stride(2)} in its last dimension; "
+                "make it contiguous there"
             )
     if slots.shape != (num_reqs,) or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -113,11 +118,13 @@ def _check(
         )
     if draft_tokens.stride(1) != 1 and trees.budget > 1:
         raise ValueError(
-            f"draft_tokens has stride {draft_tokens.stride(1)} in its last dimension; make it contiguous there"
+            f"draft_tokens has stride {draft_tokens.stride(1)} in its last dimension; "
+            "make it contiguous there"
         )
     if not 1 <= depth_limit <= num_depths:
         raise ValueError(
-            f"depth_limit must be between 1 and the {num_depths} positions of log_probs, got {depth_limit}"
+            f"depth_limit must be between 1 and the {num_depths} positions of log_probs, "
+            f"got {depth_limit}"
         )
 
 
@@ -145,8 +152,9 @@ def _build_trees_kernel(
     DEPTH_LIMIT: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    # Key of a row's candidate, larger is earlier: 511 - end (9 bits), depth of the row (5), row (8), rank (6).
-    # A rank that runs over (64) spoils the row field, but such a candidate does not exist and never wins.
+    # Key of a row's candidate, larger is earlier: 511 - end (9 bits), depth of the row (5), row
+    # (8), rank (6). A rank that runs over (64) spoils the row field, but such a candidate does not
+    # exist and never wins.
     END_AT: tl.constexpr = 19
     DEPTH_AT: tl.constexpr = 14
     ROW_AT: tl.constexpr = 6
@@ -168,12 +176,13 @@ def _build_trees_kernel(
     stride_d = tl.cast(log_probs_stride_d, tl.int64)
     siblings = tl.load(chain_ptr + slot) == 0
 
-    # Scores are compared as int32 of the same order: negative floats have all bits but the sign flipped.
-    # The root's candidate is the first token. 0.0 + x is never -0.0, and neither is any later sum.
-    score = 0.0 + tl.load(log_probs_ptr)
-    score = tl.where(score > float("-inf"), score, float("-inf"))
-    bits = score.to(tl.int32, bitcast=True)
-    pending = tl.where(row == 0, bits ^ ((bits >> 31) & 0x7FFFFFFF), NONE)
+    # Scores are compared as int32 of the same order: negative floats have all bits but the sign
+    # flipped. The root's candidate is the first token. 0.0 + x is never -0.0, and neither is any
+    # later sum.
+    first = 0.0 + tl.load(log_probs_ptr)
+    first = tl.where(first > float("-inf"), first, float("-inf"))
+    first_bits = first.to(tl.int32, bitcast=True)
+    pending = tl.where(row == 0, first_bits ^ ((first_bits >> 31) & 0x7FFFFFFF), NONE)
     key = tl.where(row == 0, 510 * END, 0)
     cumulative = tl.zeros([BLOCK], tl.float32)
     position = tl.zeros([BLOCK], tl.int32)  # preorder number
@@ -232,8 +241,8 @@ def _build_trees_kernel(
         depths_ptr + rows, tl.where(is_node, depth + 1, tl.where(row == 0, 0, 1)), mask=in_tree
     )
 
-    # Row j is row i or an ancestor when position[j] <= position[i] < end[j]. Unused rows become leaves of the root.
-    # Through memory, because row i needs every row j.
+    # Row j is row i or an ancestor when position[j] <= position[i] < end[j]. Unused rows become
+    # leaves of the root. Through memory, because row i needs every row j.
     position = tl.where(valid, position, row)
     end = tl.where(valid, 511 - (key >> END_AT), row + 1)
     end = tl.where(row == 0, BLOCK, end)
@@ -246,6 +255,7 @@ def _build_trees_kernel(
         other = word * 32 + bit
         starts = tl.load(intervals_ptr + other, mask=other < NUM_ROWS, other=BLOCK)
         ends = tl.load(intervals_ptr + NUM_ROWS + other, mask=other < NUM_ROWS, other=0)
-        is_ancestor = (starts[None, :] <= position[:, None]) & (position[:, None] < ends[None, :])
-        bits = tl.sum(tl.where(is_ancestor, 1 << bit[None, :], 0), axis=1)
+        # [32, BLOCK]: lanes run along the rows, so the sum over 32 stays in one thread.
+        is_ancestor = (starts[:, None] <= position[None, :]) & (position[None, :] < ends[:, None])
+        bits = tl.sum(tl.where(is_ancestor, 1 << bit[:, None], 0), axis=0)
         tl.store(masks_ptr + rows * NUM_WORDS + word, bits.to(tl.int32), mask=in_tree)

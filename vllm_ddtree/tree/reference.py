@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree on paper: best-first growth with a heap, and the walk along it (DDTree, arXiv 2604.12989).
+"""The tree on paper: best-first growth with a heap, and the walk (DDTree, arXiv 2604.12989).
 
 The oracle for :mod:`vllm_ddtree.tree.build`, which must agree with it bit for bit.
 """
@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 class Tree:
     """A draft tree of `n` nodes under a root. Row 0 is the root, row `i` the i-th node popped.
 
-    tokens:  int64 [n + 1], token of each row (root: 0, it is the last sampled token and not the tree's to say)
+    tokens:  int64 [n + 1], token of each row (root: 0, it is the last sampled token and not the
+             tree's to say)
     parents: int32 [n + 1], row of the parent (root: -1); a parent's row is smaller than its child's
     depths:  int32 [n + 1], distance from the root
-    ranks:   int32 [n + 1], place of the token among its position's candidates, 0 = most probable (root: -1)
+    ranks:   int32 [n + 1], place of the token among its position's candidates, 0 = most probable
+             (root: -1)
     scores:  float32 [n + 1], sum of the path's log-probs (root: 0)
     masks:   bool [n + 1, n + 1], masks[i, j] when row j is row i itself or one of its ancestors
     """
@@ -45,10 +47,11 @@ def build_tree(
 ) -> Tree:
     """Grow the tree of the `budget` most probable continuations (DDTree, arXiv 2604.12989).
 
-    Pop the candidate with the highest cumulative log-prob, then push its next sibling (same parent, next rank)
-    and its first child (next depth, rank 0), until there are `budget` nodes or nothing is left. Of equal scores
-    the lexicographically smaller tuple of ranks is popped first, a prefix before its extensions. A candidate
-    whose score is not above -inf (a log-prob of -inf or NaN) does not exist, and neither do its later siblings.
+    Pop the candidate with the highest cumulative log-prob, then push its next sibling (same parent,
+    next rank) and its first child (next depth, rank 0), until there are `budget` nodes or nothing
+    is left. Of equal scores the lexicographically smaller tuple of ranks is popped first, a prefix
+    before its extensions. A candidate whose score is not above -inf (a log-prob of -inf or NaN)
+    does not exist, and neither do its later siblings.
 
     log_probs:   float32 [D, K], candidates of each draft position, natural logarithm, best first
     token_ids:   int [D, K]
@@ -58,7 +61,8 @@ def build_tree(
     """
     if log_probs.ndim != 2 or log_probs.shape != token_ids.shape:
         raise ValueError(
-            f"log_probs {log_probs.shape} and token_ids {token_ids.shape} must have the same shape [D, K]"
+            f"log_probs {log_probs.shape} and token_ids {token_ids.shape} "
+            "must have the same shape [D, K]"
         )
     num_depths, top_k = log_probs.shape
     if depth_limit is not None:
@@ -107,8 +111,8 @@ def accepted_path(tree: Tree, choices: NDArray[np.integer]) -> tuple[list[int], 
 
     choices: int [n + 1], the token that the target chose after each row
 
-    Returns the rows of the accepted nodes in path order (the root is left out; empty if no child matches) and
-    the bonus token: the first choice that is not a child.
+    Returns the rows of the accepted nodes in path order (the root is left out; empty if no child
+    matches) and the bonus token: the first choice that is not a child.
     """
     rows: list[int] = []
     row = 0
