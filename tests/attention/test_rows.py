@@ -12,7 +12,7 @@ MAX_ROWS, MAX_REQS = 400, 9
 
 
 def random_trees(budget: int, rng: np.random.Generator) -> TreeBuffers:
-    trees = TreeBuffers(MAX_REQS, budget, torch.device("cpu"))
+    trees = TreeBuffers(MAX_REQS, budget, torch.get_default_device())
     for slot in range(MAX_REQS):
         num_rows = int(rng.integers(2, budget + 2))
         sets = ancestor_sets(random_tree(rng, num_rows, 15))
@@ -24,7 +24,7 @@ def random_trees(budget: int, rng: np.random.Generator) -> TreeBuffers:
 
 def stale_rows(budget: int) -> RowBuffers:
     """Row buffers as a round with other contents left them."""
-    rows = RowBuffers(MAX_ROWS, MAX_REQS, budget, torch.device("cpu"))
+    rows = RowBuffers(MAX_ROWS, MAX_REQS, budget, torch.get_default_device())
     for tensor in (rows.positions, rows.masks, rows.path, rows.tail_lens, rows.prefix_lens):
         tensor.fill_(-7)
     return rows
@@ -48,7 +48,7 @@ def test_rows_follow_the_trees(
     rng = np.random.default_rng(budget)
     trees, rows = random_trees(budget, rng), stale_rows(budget)
     num_reqs, padded_reqs, padded_rows = len(batch), 2, 11
-    slots = torch.from_numpy(rng.permutation(MAX_REQS)[:num_reqs])
+    slots = torch.tensor(rng.permutation(MAX_REQS)[:num_reqs])
     lens = [query_len for query_len, _, _ in batch]
     num_rows = sum(lens)
     starts = torch.tensor(np.cumsum([0, *lens, 0, 0]), dtype=torch.int32)
@@ -56,7 +56,7 @@ def test_rows_follow_the_trees(
     seq_lens = torch.tensor([c + q for q, _, c in batch] + [1] * padded_reqs, dtype=torch.int32)
     linear = torch.cat([torch.arange(c, c + q) for q, _, c in batch])
 
-    expected = RowBuffers(MAX_ROWS, MAX_REQS, budget, torch.device("cpu"))
+    expected = RowBuffers(MAX_ROWS, MAX_REQS, budget, torch.get_default_device())
     expected.positions[:num_rows] = linear
     for req, (query_len, n, computed) in enumerate(batch):
         if n == 1:
@@ -126,7 +126,7 @@ def test_dummy_request_has_no_tree() -> None:
     ids=["another budget", "too many requests", "too many rows"],
 )
 def test_what_does_not_fit_is_refused(budget: int, num_reqs: int, num_rows: int) -> None:
-    trees = TreeBuffers(MAX_REQS, 7, torch.device("cpu"))
+    trees = TreeBuffers(MAX_REQS, 7, torch.get_default_device())
     index = torch.zeros(num_reqs + 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="row buffers"):
         prepare_rows(
@@ -146,4 +146,4 @@ def test_what_does_not_fit_is_refused(budget: int, num_reqs: int, num_rows: int)
 
 def test_budget_must_be_positive() -> None:
     with pytest.raises(ValueError, match="budget"):
-        RowBuffers(16, 2, 0, torch.device("cpu"))
+        RowBuffers(16, 2, 0, torch.get_default_device())

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random verify batches with everything vLLM's runner would hand to the attention code."""
+"""Random verify batches with everything vLLM's runner would hand to the attention code.
+
+Tensors are made on torch's default device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +36,7 @@ def pack_masks(sets: Sequence[set[int]], num_words: int) -> torch.Tensor:
     for row, members in enumerate(sets):
         for member in members:
             words[row, member // 32] |= np.uint32(1) << np.uint32(member % 32)
-    return torch.from_numpy(words.view(np.int32))
+    return torch.tensor(words.view(np.int32))
 
 
 @dataclass
@@ -111,7 +114,7 @@ def make_batch(
 ) -> Batch:
     """A batch of ``requests``, followed by padded requests and rows."""
     rng = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     lens = [request.query_len for request in requests]
     num_rows = sum(lens)
     total = num_rows + padded_rows
@@ -123,8 +126,8 @@ def make_batch(
     num_blocks = sum(used) + 3
     order = rng.permutation(num_blocks)
     table = rng.choice(order[sum(used) :], size=(num_reqs, max(used) + 1))  # free blocks: all NaN
-    key = torch.randn(total, num_kv_heads, head_size, generator=generator)
-    value = torch.randn(total, num_kv_heads, head_size, generator=generator)
+    key = torch.randn(total, num_kv_heads, head_size)
+    value = torch.randn(total, num_kv_heads, head_size)
     k_cache, v_cache = empty_caches(layout, num_blocks, block_size, num_kv_heads, head_size)
     slots = np.full(total, -1)
     masks = torch.zeros(total, num_words, dtype=torch.int32)
@@ -136,7 +139,7 @@ def make_batch(
         slot = table[req, position // block_size] * block_size + position % block_size
         slots[start:end] = slot[request.num_computed :]
         for cache, rows in ((k_cache, key), (v_cache, value)):
-            content = torch.randn(seq_lens[req], num_kv_heads, head_size, generator=generator)
+            content = torch.randn(seq_lens[req], num_kv_heads, head_size)
             content[request.num_computed :] = rows[start:end]
             cache[slot // block_size, slot % block_size] = content
         if request.tail_len:
@@ -145,7 +148,7 @@ def make_batch(
             masks[root:end] = pack_masks(ancestor_sets(parents), num_words)
             tree_rows[root:end] = True
 
-    query = torch.randn(total, num_heads, head_size, generator=generator)
+    query = torch.randn(total, num_heads, head_size)
     for rows in (query, key, value):
         rows[num_rows:] = float("nan")
     tail_lens = [request.tail_len for request in requests] + [0] * padded_reqs
@@ -169,7 +172,7 @@ def make_batch(
         tail_lens=to_int32(tail_lens),
         prefix_lens=to_int32(prefix_lens),
         row_masks=masks,
-        slot_mapping=torch.from_numpy(slots),
+        slot_mapping=torch.tensor(slots),
         tree_rows=tree_rows,
         scale=head_size**-0.5,
     )

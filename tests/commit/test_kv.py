@@ -19,17 +19,15 @@ def make_cache(layout: str, width: int, dtype: torch.dtype, seed: int) -> torch.
         shape = (NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE)
     padding = 8 if layout == "gaps" else 0
     size = torch.empty(0, dtype=dtype).element_size()
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(
-        0, 256, (*shape, (width + padding) * size), dtype=torch.uint8, generator=generator
-    )
+    torch.manual_seed(seed)
+    bits = torch.randint(0, 256, (*shape, (width + padding) * size), dtype=torch.uint8)
     cache = bits.view(dtype)[..., :width]
     return cache if layout == "heads first" else cache.transpose(1, 2)
 
 
 def as_bytes(cache: torch.Tensor) -> np.ndarray:
     """A copy of the cache's bits: NaN must compare equal to itself."""
-    return cache.contiguous().view(torch.uint8).numpy().copy()
+    return cache.contiguous().view(torch.uint8).cpu().numpy().copy()
 
 
 def random_path(rng: np.random.Generator, tail_len: int, length: int) -> list[int]:
@@ -47,7 +45,7 @@ class Commit:
         num_rows = sum(lens) + 3  # padding rows, without slots
         slots = np.random.default_rng(seed).permutation(NUM_BLOCKS * BLOCK_SIZE)[:num_rows]
         slots[sum(lens) :] = -1
-        self.slot_mapping = torch.from_numpy(slots)
+        self.slot_mapping = torch.tensor(slots)
         self.starts = torch.tensor(np.cumsum([0, *lens]), dtype=torch.int32)
         self.tail_lens = torch.tensor([n for _, n, _ in requests], dtype=torch.int32)
         # What lies behind a path is whatever an earlier round left there.
