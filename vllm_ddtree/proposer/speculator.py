@@ -84,6 +84,21 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.query_cudagraph_manager = DraftGraphManager(
             self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
         )
+        rt = self.runtime
+        logger.info_once(
+            "method=ddtree budget=%d depth=%d top_k=%d block_size=%d drafter=%s "
+            "attention=%s graphs=%s (verify %d tokens a request, draft %d, draft graphs %s)",
+            rt.budget,
+            rt.depth,
+            rt.top_k,
+            rt.block_size,
+            self.draft_model_config.model,
+            rt.attention_form,
+            cudagraph_mode.name,
+            rt.num_rows,
+            rt.block_size,
+            chosen.name,
+        )
 
     def _generate_draft(
         self,
