@@ -165,6 +165,7 @@ def test_larger_tiles(tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_grow_with_the_batch() -> None:
     """8 KV heads of 4 query heads of 128, 64 tree rows."""
     assert tail._tile_rows(1 * 8, 64 * 4, 128, 2) == 16
+    assert tail._tile_rows(8 * 8, 64 * 4, 128, 2) == 64
     assert tail._tile_rows(32 * 8, 64 * 4, 128, 2) == 128
     assert tail._tile_rows(32 * 8, 64 * 4, 128, 4) == 32
 
@@ -293,16 +294,21 @@ def bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("paged", [False, True], ids=["fresh", "paged"])
+@pytest.mark.parametrize(
+    ("requests", "max_tail"), [(MIXED, 8), ([tree(70, 64), tree(0, 9)], 64)], ids=["mixed", "tall"]
+)
 @pytest.mark.usefixtures("bfloat16_dots")
-def test_half_precision(dtype: torch.dtype, paged: bool) -> None:
+def test_half_precision(
+    dtype: torch.dtype, paged: bool, requests: Sequence[Request], max_tail: int
+) -> None:
     """Scores and sums are float32; softmax weights and the output are rounded to ``dtype``.
 
     Against float64 on the same inputs that leaves two roundings of at most one unit in the last
     place (the interpreter truncates to bfloat16): that of the weights, relative to the largest
     value a row can mix, and that of the output.
     """
-    batch = make_batch(MIXED, head_size=64, dtype=dtype)
-    out = run_both(batch, max_tail=8, num_segments=2, paged=paged)
+    batch = make_batch(requests, head_size=64, num_words=2, dtype=dtype)
+    out = run_both(batch, max_tail, num_segments=2, paged=paged)
     unit = torch.finfo(dtype).eps
     largest = float(torch.nan_to_num(batch.v_cache).abs().max())
     expected = expected_output(batch)
@@ -376,8 +382,8 @@ def test_mismatched_dtypes_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("num_reqs", "max_tail", "expected"),
-    [(1, 16, 16), (4, 16, 4), (1, 64, 4), (64, 32, 1)],
+    [(1, 16, 16), (4, 16, 8), (1, 64, 8), (8, 32, 2), (64, 32, 1)],
 )
 def test_segments_fill_the_gpu_once(num_reqs: int, max_tail: int, expected: int) -> None:
-    """8 KV heads of 4 query heads, 132 multiprocessors: 64 rows a program."""
+    """8 KV heads of 4 query heads, 132 multiprocessors."""
     assert choose_num_segments(num_reqs, 8, max_tail, 4, num_sms=132) == expected
