@@ -22,7 +22,7 @@ DEFAULT_BUDGET = 31
 DEFAULT_TOP_K = 16
 
 # Keys of our own, and keys of `method: dflash` that keep their meaning.
-OWN_KEYS = ("budget", "top_k", "num_speculative_tokens")
+OWN_KEYS = ("budget", "budget_per_batch_size", "top_k", "num_speculative_tokens")
 DFLASH_KEYS = (
     "method",
     "model",
@@ -103,6 +103,36 @@ def _whole(keys: dict[str, Any], key: str, low: int, high: int, default: int | N
     return value
 
 
+def _schedule(keys: dict[str, Any]) -> list[tuple[int, int, int]] | None:
+    """`budget_per_batch_size`: (first, last, budget) for ranges of running requests, or None."""
+    key = "budget_per_batch_size"
+    value = keys.get(key)
+    if value is None:
+        return None
+    shape = "give ranges [first, last, budget] of running requests, from 1 up and not overlapping"
+    if not isinstance(value, (list, tuple)) or not value:
+        raise _bad(key, value, shape)
+    schedule = []
+    expected = 1
+    for entry in value:
+        if (
+            not isinstance(entry, (list, tuple))
+            or len(entry) != 3
+            or any(isinstance(x, bool) or not isinstance(x, int) for x in entry)
+        ):
+            raise _bad(key, value, shape)
+        first, last, budget = entry
+        if (first != 1 if not schedule else first < expected) or last < first:
+            raise _bad(key, value, shape)
+        if not 0 <= budget <= MAX_BUDGET:
+            raise _bad(key, value, f"a budget is a whole number from 0 to {MAX_BUDGET}")
+        expected = last + 1
+        schedule.append((first, last, budget))
+    if not any(budget for _, _, budget in schedule):
+        raise _bad(key, value, "give at least one range a budget above 0")
+    return schedule
+
+
 def check_keys(keys: dict[str, Any]) -> None:
     """Raise ValueError for a key that DDTree does not take."""
     known = (*OWN_KEYS, *DFLASH_KEYS, *FIXED_KEYS)
@@ -112,7 +142,7 @@ def check_keys(keys: dict[str, Any]) -> None:
             if value is not None and value != allowed:
                 raise _bad(key, value, f"leave it out or give {allowed!r} ({reason})")
         elif key == "num_speculative_tokens_per_batch_size":
-            raise _bad(key, value, "leave it out (the budget does not depend on the load)")
+            raise _bad(key, value, "use budget_per_batch_size, in nodes")
         elif key == "tensor_parallel_size":
             raise _bad(key, value, "use draft_tensor_parallel_size")
         elif key not in known:
@@ -180,10 +210,17 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     install()
     keys = {key.replace("-", "_"): value for key, value in keys.items()}
     check_keys(keys)
-    budget = _whole(keys, "budget", 1, MAX_BUDGET, DEFAULT_BUDGET)
+    budget = _whole(keys, "budget", 1, MAX_BUDGET, None)
+    schedule = _schedule(keys)
+    if schedule is not None:
+        largest = max(nodes for _, _, nodes in schedule)
+        if budget is not None and budget < largest:
+            raise _bad("budget", budget, f"budget_per_batch_size goes up to {largest}: raise it")
+        budget = largest
+    budget = budget if budget is not None else DEFAULT_BUDGET
     top_k = _whole(keys, "top_k", 1, MAX_TOP_K, DEFAULT_TOP_K)
     depth = _whole(keys, "num_speculative_tokens", 1, MAX_BLOCK_SIZE - 1, None)
-    assert budget is not None and top_k is not None
+    assert top_k is not None
     model = keys.get("model")
     if not isinstance(model, str) or not model:
         raise _bad("model", model, "give the DFlash drafter's folder or hub name")
@@ -192,6 +229,7 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
         method="dflash",
         num_speculative_tokens=budget,
         budget=budget,
+        num_speculative_tokens_per_batch_size=schedule,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         **rest,

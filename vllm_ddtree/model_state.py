@@ -100,14 +100,14 @@ class DDTreeStateMixin:
         rt, batch = self.runtime, input_batch
         num_logits = np.diff(batch.cu_num_logits_np)
         cu_num_logits = batch.cu_num_logits
-        if for_capture and (batch.num_scheduled_tokens == rt.num_rows).all():
-            # A FULL graph of the verify step: every request is a tree of budget + 1 rows.
+        lens = batch.num_scheduled_tokens
+        if for_capture and 1 < lens.min() == lens.max() <= rt.num_rows:
+            # A FULL graph of the verify step: every request is a tree, of budget + 1 rows or fewer.
             cu_num_logits = batch.query_start_loc
-            num_logits = batch.num_scheduled_tokens
+            num_logits = lens
         rt.step = Step(
             has_trees=bool((num_logits > 1).any()),
-            has_plain_rows=bool((num_logits != batch.num_scheduled_tokens).any())
-            or bool((num_logits == 1).any()),
+            has_plain_rows=bool((num_logits != lens).any() or (num_logits == 1).any()),
             num_reqs=batch.num_reqs,
             query_start_loc=batch.query_start_loc,
             slot_mappings=slot_mappings,
@@ -123,7 +123,7 @@ class DDTreeStateMixin:
             batch.num_reqs,
             batch.num_reqs_after_padding,
             batch.num_tokens_after_padding,
-            int(batch.num_scheduled_tokens.max()),
+            int(lens.max()),
         )
         return super().prepare_attn(  # type: ignore[misc]
             input_batch,

@@ -68,6 +68,10 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             causal=False,
             block_table=attn_metadata.block_table,
             return_softmax_lse=True,
+            # Of a mixed batch the metadata plan the causal pass; FlashAttention plans this one itself.
+            scheduler_metadata=(
+                None if tree.has_plain_rows else attn_metadata.scheduler_metadata
+            ),
             fa_version=self.vllm_flash_attn_version,
             num_splits=attn_metadata.max_num_splits,
         )

@@ -6,6 +6,7 @@ under the attribute `tree`. All tensors in it are persistent buffers of the engi
 place, so a replayed CUDA graph never sees a new one.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class TreeMetadata:
     prefix_lens: torch.Tensor
     """[num_reqs] int32, keys before the tree rows, 0 without a tree."""
     max_tail: int
-    """Upper bound of tail_lens: budget + 1."""
+    """Upper bound of tail_lens: budget + 1, less where a batch schedules fewer nodes."""
     has_plain_rows: bool
     """Whether rows outside trees need the backend's own (causal) attention too."""
 
@@ -41,6 +42,9 @@ def layer_runtime(builder: Any) -> Runtime:
 @functools.cache
 def tree_builder(base: type) -> type:
     """The tree-aware form of a backend's metadata builder class."""
+    # FlashAttention plans its work ahead of the launch: for a batch of trees only, what it launches
+    # is the prefix pass, so that is what its metadata must describe.
+    plans_prefix = hasattr(base, "_get_scheduler_metadata")
 
     class TreeMetadataBuilder(base):  # type: ignore[misc, valid-type]
         @classmethod
@@ -52,21 +56,26 @@ def tree_builder(base: type) -> type:
         def build(
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
         ) -> Any:
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            return self._with_tree(metadata, common_attn_metadata)
-
-        def _with_tree(self, metadata: Any, common: Any) -> Any:
+            common = common_attn_metadata
             runtime = layer_runtime(self)
             step, rows = runtime.step, runtime.rows
-            metadata.tree = None
-            if step.has_trees:
-                metadata.tree = TreeMetadata(
-                    masks=rows.masks,
-                    tail_lens=rows.tail_lens[: common.num_reqs],
-                    prefix_lens=rows.prefix_lens[: common.num_reqs],
-                    max_tail=runtime.num_rows,
-                    has_plain_rows=step.has_plain_rows,
-                )
+            if not step.has_trees:
+                metadata = super().build(common_prefix_len, common, fast_build)
+                metadata.tree = None
+                return metadata
+            prefix_lens = rows.prefix_lens[: common.num_reqs]
+            if plans_prefix and not step.has_plain_rows:
+                common = dataclasses.replace(common, seq_lens=prefix_lens, causal=False)
+            metadata = super().build(common_prefix_len, common, fast_build)
+            metadata.tree = TreeMetadata(
+                masks=rows.masks,
+                tail_lens=rows.tail_lens[: common.num_reqs],
+                prefix_lens=prefix_lens,
+                max_tail=(
+                    runtime.num_rows if step.has_plain_rows else int(common.max_query_len)
+                ),
+                has_plain_rows=step.has_plain_rows,
+            )
             return metadata
 
     TreeMetadataBuilder.__name__ = f"Tree{base.__name__}"

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on vLLM's Triton backend: both passes are ours, so it runs on any GPU."""
 
+import functools
 from typing import Any
 
 import torch
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-from vllm_ddtree.attention.prefix import prefix_attention
+from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
 from vllm_ddtree.attention.tail import tail_attention
 
 FORM = "Triton prefix + Triton tail"
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class TreeTritonAttentionImpl(TritonAttentionImpl):
@@ -46,8 +55,16 @@ class TreeTritonAttentionImpl(TritonAttentionImpl):
         n = attn_metadata.num_actual_tokens
         query, out = query[:n], output[:n]
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        prefix_out = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        prefix_lse = torch.empty(self.num_heads, n, dtype=torch.float32, device=out.device)
+        segments = choose_num_segments(
+            attn_metadata.block_table.shape[0],
+            self.num_kv_heads,
+            tree.max_tail,
+            self.num_queries_per_kv,
+            _num_sms(out.device),
+        )
+        # Inside a FULL graph these come from the graph's own pool.
+        prefix_out = out.new_empty(segments, *out.shape, dtype=torch.float32)
+        prefix_lse = out.new_empty(segments, self.num_heads, n, dtype=torch.float32)
         prefix_attention(
             query,
             key_cache,

@@ -45,6 +45,8 @@ def _draft_view(vllm_config: Any) -> Any:
     view = copy.copy(vllm_config)
     view.speculative_config = copy.copy(vllm_config.speculative_config)
     view.speculative_config.num_speculative_tokens = view.speculative_config.block_size - 1
+    # The draft forward is the same for every budget.
+    view.speculative_config.num_speculative_tokens_per_batch_size = None
     return view
 
 
