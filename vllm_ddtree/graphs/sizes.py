@@ -1,23 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which batch sizes get a CUDA graph, counted in requests.
+"""Which draft batches get a CUDA graph, counted in requests.
 
-Draft and verify have different token counts a request (block size, budget + 1), so their graphs are
-planned from one list of request counts, not from one list of token counts.
+Draft and verify have different token counts a request (block size, budget + 1). The verify step keeps the
+sizes vLLM plans for it; the draft forward has a plan of its own, so that neither leaves holes in the other.
 """
 
+MAX_DRAFT_TOKENS = 2048
+"""Widest captured draft batch. Its logits stay in the graphs' memory pool: at a vocabulary of 152k in half
+precision 0.3 MB a token."""
 
-def request_counts(verify_sizes: list[int], verify_len: int, limit: int) -> list[int]:
-    """Request counts that the verify step's capture sizes cover.
+
+def request_counts(limit: int) -> list[int]:
+    """Request counts with a graph, up to `limit`: dense where padding costs most.
+
+    The steps are those of vLLM's own plan (config/vllm.py, `_set_cudagraph_sizes`).
+    """
+    counts = {1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16), limit}
+    return sorted(n for n in counts if n <= limit)
+
+
+def draft_sizes(
+    block_size: int, max_num_seqs: int, max_num_batched_tokens: int, verify_sizes: list[int]
+) -> list[int]:
+    """Capture sizes of the draft forward, in tokens, each a whole number of blocks.
+
+    No batch above `MAX_DRAFT_TOKENS` is captured, unless the verify step's own ceiling is higher.
 
     Args:
+        block_size: query tokens a request.
+        max_num_seqs: most requests in a batch.
+        max_num_batched_tokens: size of the draft's input buffers, tokens.
         verify_sizes: capture sizes of the verify step, tokens.
-        verify_len: rows a request in the verify step, budget + 1.
-        limit: the largest number of requests.
 
     Returns:
-        Ascending request counts, none above `limit`; vLLM rounds a size up to whole requests.
+        Ascending token counts; empty if the verify step has no graphs.
 
     """
-    largest = max(verify_sizes)
-    counts = {-(-size // verify_len) for size in verify_sizes}
-    return sorted(n for n in counts if n <= limit and n * verify_len <= largest)
+    if not verify_sizes:
+        return []
+    tokens = min(max_num_batched_tokens, max(MAX_DRAFT_TOKENS, *verify_sizes))
+    limit = min(max_num_seqs, tokens // block_size)
+    return [n * block_size for n in request_counts(limit)]
