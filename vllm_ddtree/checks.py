@@ -8,6 +8,9 @@ from typing import Any
 
 from vllm_ddtree.config import DDTreeConfig
 
+SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "float32")
+
 
 def _refuse(flag: str, value: Any, fix: str) -> None:
     raise ValueError(f"method ddtree does not support {flag}={value}: {fix}")
@@ -52,6 +55,12 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     ):
         if value:
             _refuse(flag, value, "leave it out")
+    backend = vllm_config.attention_config.backend
+    if backend is not None and backend.name not in SUPPORTED_BACKENDS:
+        _refuse("--attention-backend", backend.name, f"use {' or '.join(SUPPORTED_BACKENDS[:2])}")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in UNQUANTIZED_CACHE:
+        _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto")
     _check_token_budget(vllm_config, spec)
 
 

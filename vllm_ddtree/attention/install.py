@@ -13,9 +13,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_ddtree.attention.metadata import tree_builder
+from vllm_ddtree.checks import SUPPORTED_BACKENDS, UNQUANTIZED_CACHE
 from vllm_ddtree.runtime import Runtime
 
-SUPPORTED = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 
 
 def _tree_impl(backend_name: str) -> tuple[type, str]:
@@ -65,7 +65,7 @@ def check_layer(name: str, layer: Any) -> None:
     if layer.attn_type != AttentionType.DECODER:
         raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
     backend = layer.attn_backend.get_name()
-    base = _tree_impl(backend)[0].__mro__[1] if backend in SUPPORTED else None
+    base = _tree_impl(backend)[0].__mro__[1] if backend in SUPPORTED_BACKENDS else None
     if base is None or not isinstance(impl, base):
         raise _refuse(
             name,
@@ -84,7 +84,7 @@ def check_layer(name: str, layer: Any) -> None:
         raise _refuse(name, "chunked attention", elsewhere)
     if layer.head_size_v != layer.head_size:
         raise _refuse(name, "value heads of another size than key heads", elsewhere)
-    if layer.kv_cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+    if layer.kv_cache_dtype not in UNQUANTIZED_CACHE:
         raise _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype auto")
 
 
