@@ -7,6 +7,7 @@ Whatever is not built is refused here by name, never silently replaced.
 from typing import Any
 
 from vllm_ddtree.config import DDTreeConfig
+from vllm_ddtree.graphs.sizes import auto_sizes
 
 SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "float32")
@@ -62,6 +63,17 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     if cache_dtype not in UNQUANTIZED_CACHE:
         _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto")
     _check_token_budget(vllm_config, spec)
+    if spec.auto_budget:
+        _plan_graphs(engine_args, vllm_config.compilation_config)
+
+
+def _plan_graphs(engine_args: Any, compilation: Any) -> None:
+    """Few verify graphs for many budgets, unless the user has set the sizes."""
+    asked = engine_args.compilation_config
+    chosen = getattr(asked, "cudagraph_capture_sizes", None) or engine_args.cudagraph_capture_sizes
+    if chosen is None and compilation.cudagraph_capture_sizes:
+        compilation.cudagraph_capture_sizes = auto_sizes(compilation.max_cudagraph_capture_size)
+        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
 
 
 def _check_target(model: Any) -> None:

@@ -42,6 +42,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GPUModelRunner.postprocess_sampled",
         "GPUModelRunner.execute_model",
     ),
+    "vllm.v1.engine.core": ("EngineCore.__init__", "EngineCore._initialize_kv_caches"),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.make_spec_decoding_stats",),
     # Subclassed.
     "vllm.config.speculative": (
         "SpeculativeConfig.max_num_new_slots_for_drafting",
@@ -313,8 +315,28 @@ def hook_runner(
     is_ddtree: Callable[[Any], bool],
     make_speculator: Callable[..., Any],
     make_model_state: Callable[..., Any],
+    core_ready: Callable[[Any], None],
 ) -> None:
-    """Let Model Runner V2 build DDTree's speculator and model state."""
+    """Let Model Runner V2 build DDTree's speculator and model state.
+
+    Args:
+        is_ddtree: whether a speculative config is DDTree's.
+        make_speculator: (VllmConfig, device) -> speculator.
+        make_model_state: (VllmConfig, model, encoder cache, device) -> model state.
+        core_ready: called with an EngineCore that is about to serve.
+
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def engine_core_init(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            if is_ddtree(vllm_config.speculative_config):
+                core_ready(self)
+
+        return init
+
+    _replace(EngineCore, "__init__", engine_core_init)
     runner = "vllm.v1.worker.gpu.model_runner"
 
     def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,9 @@ MAX_BLOCK_SIZE = 32
 DEFAULT_BUDGET = 31
 DEFAULT_TOP_K = 16
 
+# `"budget": "auto"` until the machine has been measured; it also names the budgets that get graphs.
+AUTO_SCHEDULE = [(1, 2, 63), (3, 8, 31), (9, 16, 15), (17, 64, 7), (65, 128, 3), (129, 4096, 0)]
+
 # Keys of our own, and keys of `method: dflash` that keep their meaning.
 OWN_KEYS = ("budget", "budget_per_batch_size", "top_k", "num_speculative_tokens")
 DFLASH_KEYS = (
@@ -60,6 +63,8 @@ class DDTreeConfig(SpeculativeConfig):
     """Candidates a draft position."""
     depth: int = Field(default=1, ge=1)
     """Depth limit of the tree: the user's `num_speculative_tokens`."""
+    auto_budget: bool = False
+    """Whether the scheduler chooses the budget by measured cost and observed acceptance."""
     block_size: int = Field(default=2, ge=2)
     """Query tokens of the draft forward (anchor and masks), from the drafter's config."""
 
@@ -99,7 +104,8 @@ def _whole(keys: dict[str, Any], key: str, low: int, high: int, default: int | N
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _bad(key, value, f"give a whole number from {low} to {high}")
+        also = ', or "auto"' if key == "budget" else ""
+        raise _bad(key, value, f"give a whole number from {low} to {high}{also}")
     return value
 
 
@@ -210,8 +216,14 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     install()
     keys = {key.replace("-", "_"): value for key, value in keys.items()}
     check_keys(keys)
-    budget = _whole(keys, "budget", 1, MAX_BUDGET, None)
+    auto = keys.get("budget") == "auto"
     schedule = _schedule(keys)
+    if auto:
+        if schedule is not None:
+            raise _bad("budget", "auto", "leave out budget_per_batch_size, which auto replaces")
+        schedule = AUTO_SCHEDULE
+        del keys["budget"]
+    budget = _whole(keys, "budget", 1, MAX_BUDGET, None)
     if schedule is not None:
         largest = max(nodes for _, _, nodes in schedule)
         if budget is not None and budget < largest:
@@ -230,6 +242,7 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
         num_speculative_tokens=budget,
         budget=budget,
         num_speculative_tokens_per_batch_size=schedule,
+        auto_budget=auto,
         target_model_config=target_model_config,
         target_parallel_config=target_parallel_config,
         **rest,

@@ -44,7 +44,7 @@ def install() -> None:
     """
     if _refusal is not None:
         raise ValueError(f"method 'ddtree' cannot be used: {_refusal}")
-    compat.hook_runner(_is_ddtree, _make_speculator, _make_model_state)
+    compat.hook_runner(_is_ddtree, _make_speculator, _make_model_state, _core_ready)
 
 
 def _is_ddtree(speculative_config: Any) -> bool:
@@ -76,3 +76,10 @@ def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: 
     from vllm_ddtree.model_state import make_model_state
 
     return make_model_state(vllm_config, model, encoder_cache, device)
+
+
+def _core_ready(engine_core: Any) -> None:
+    if engine_core.vllm_config.speculative_config.auto_budget:
+        from vllm_ddtree.budget import auto, cost
+
+        auto.attach(engine_core, engine_core.model_executor.collective_rpc(cost.measure)[0])

@@ -41,3 +41,17 @@ def draft_sizes(
     tokens = min(max_num_batched_tokens, max(MAX_DRAFT_TOKENS, *verify_sizes))
     limit = min(max_num_seqs, tokens // block_size)
     return [n * block_size for n in request_counts(limit)]
+
+
+def auto_sizes(largest: int) -> list[int]:
+    """Capture sizes of the verify step, in tokens, for `"budget": "auto"`.
+
+    Its budgets + 1 are powers of two, so sizes 2^k and 3 * 2^k serve 1, 2, 3, 4, 6, 8, 12, ... requests at each
+    of them with few graphs, where vLLM's own plan would capture every multiple of 8 for every budget.
+
+    Args:
+        largest: vLLM's ceiling, tokens.
+
+    """
+    powers = [2**k for k in range(largest.bit_length())]
+    return sorted(size for size in {*powers, *(3 * p for p in powers)} if size <= largest)
