@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain decoding, the DFlash chain and DDTree under load: one command, one machine, same prompts.
+
+usage: python -m benchmarks.serve_load TARGET DRAFTER --engines plain chain-15 tree-31 --out FOLDER
+       python -m benchmarks.serve_load TARGET --server http://localhost:8000 --label NAME --out ...
+       python -m benchmarks.serve_load --merge A/load.json B/load.json --out FOLDER
+
+An engine is `plain`, `chain-K` (method dflash, K draft tokens), `tree-B` (method ddtree, budget B),
+`tree-auto`, or a name that --specs gives a speculative_config. One engine lives at a time; it
+serves every concurrency, then everything again for the next repeat, and --cycles repeats the whole
+list of engines, so that a drifting machine shows. At concurrency N, N requests are in flight: a new
+one is submitted as soon as one is answered. Greedy, exactly --max-tokens tokens each, no prefix
+caching. The same prompts go to every engine, others to every repeat. A short run at the same
+concurrency goes before each measured one. The engine core is vLLM's usual process of its own
+(--in-process: this one).
+
+Writes load.json and load.md after each run, so that a benchmark cut short leaves what it measured;
+benchmarks/report.py says what the numbers are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import report
+from benchmarks.prompts import file_prompts, python_prompts
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+WARM_UP_TOKENS = 24
+_request_ids = itertools.count()
+
+
+def speculation(
+    name: str, drafter: str, specs: dict[str, Any]
+) -> tuple[dict[str, Any] | None, int]:
+    """speculative_config of an engine's name and its rows a request in a verify step.
+
+    Rows are 0 where the name does not tell. Raises ValueError for a name that is none.
+    """
+    if name in specs:
+        return {"model": drafter, **specs[name]}, 0
+    kind, _, number = name.partition("-")
+    if name == "plain":
+        return None, 1
+    if kind == "chain" and number.isdecimal():
+        spec = {"method": "dflash", "model": drafter, "num_speculative_tokens": int(number)}
+        return spec, int(number) + 1
+    if kind == "tree" and number.isdecimal():
+        return {"method": "ddtree", "model": drafter, "budget": int(number)}, int(number) + 1
+    if name == "tree-auto":
+        return {"method": "ddtree", "model": drafter, "budget": "auto"}, 0
+    raise ValueError(f"engine {name!r}: give plain, chain-K, tree-B, tree-auto or a key of --specs")
+
+
+def engine_steps(llm: LLM) -> int:
+    """Steps of the engine that gave output, since its start."""
+    name = "vllm:iteration_tokens_total"
+    return sum(metric.count for metric in llm.get_metrics() if metric.name == name)
+
+
+def drive(
+    llm: LLM, prompts: Sequence[list[int]], max_tokens: int, concurrency: int, name: str
+) -> report.Run:
+    """All prompts through the engine, `concurrency` at a time; the run's record."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    from vllm_ddtree.testing.engine import Counters
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine = llm.llm_engine
+    before, steps = Counters.read(llm), engine_steps(llm)
+    todo = iter(prompts)
+
+    def submit(count: int) -> None:
+        for prompt in itertools.islice(todo, count):
+            request = f"load-{next(_request_ids)}"
+            engine.add_request(request, {"prompt_token_ids": prompt}, params)
+
+    outputs = []
+    start = time.perf_counter()
+    submit(concurrency)
+    while engine.has_unfinished_requests():
+        finished = [output for output in engine.step() if output.finished]
+        submit(len(finished))
+        outputs += finished
+    seconds = time.perf_counter() - start
+    requests = [
+        (
+            len(output.outputs[0].token_ids),
+            output.metrics.first_token_latency,
+            output.metrics.last_token_ts - output.metrics.first_token_ts,
+        )
+        for output in outputs
+    ]
+    counted = Counters.read(llm).since(before)
+    return report.run_record(
+        name,
+        concurrency,
+        seconds,
+        requests,
+        drafts=counted.num_drafts,
+        accepted=counted.num_accepted_tokens,
+        steps=engine_steps(llm) - steps,
+    )
+
+
+def num_requests(concurrency: int, args: argparse.Namespace) -> int:
+    """Requests of one run."""
+    return max(args.min_requests, args.waves * concurrency)
+
+
+def read_prompts(args: argparse.Namespace) -> list[list[list[int]]]:
+    """Prompts of each repeat of each cycle."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
+    each = num_requests(max(args.concurrency), args)
+    sets = args.repeats * args.cycles
+    if args.prompts:
+        flat = file_prompts(tokenizer, each * sets, args.prompts)
+    else:
+        flat = python_prompts(tokenizer, each * sets, args.prompt_tokens, args.seed)
+    return [flat[i * each : (i + 1) * each] for i in range(sets)]
+
+
+def llm_arguments(args: argparse.Namespace, name: str, rows: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for one engine."""
+    kwargs: dict[str, Any] = {
+        "dtype": args.dtype,
+        "max_num_seqs": args.max_num_seqs or max(args.concurrency),
+        "gpu_memory_utilization": args.gpu_memory_utilization,
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,
+    }
+    if not args.prompts:
+        kwargs["max_model_len"] = args.prompt_tokens + args.max_tokens + 256
+    kwargs |= args.llm
+    kwargs |= args.engine_llm.get(name, {})
+    if args.capture_requests and rows:
+        sizes = [n * rows for n in args.capture_requests]
+        own = kwargs.get("compilation_config") or {}
+        kwargs["compilation_config"] = {**own, "cudagraph_capture_sizes": sizes}
+    return kwargs
+
+
+def print_run(run: report.Run) -> None:
+    print({k: v if isinstance(v, str) else round(v, 3) for k, v in run.items()}, flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Versions and device."""
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    # Not torch.cuda: once it is set up here, vLLM cannot fork its engine and starts it slowly.
+    gpu = current_platform.get_device_name()
+    return {"gpu": gpu, "vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
+    """Measures every engine, cycle by cycle, into `out`."""
+    from vllm_ddtree.testing.engine import open_engine
+
+    prompts = read_prompts(args)
+    began = time.perf_counter()
+
+    def time_is_up() -> bool:
+        return bool(args.time_limit) and time.perf_counter() - began > args.time_limit
+
+    for cycle, name in itertools.product(range(args.cycles), args.engines):
+        if time_is_up():
+            print(f"time is up: {name} left out in cycle {cycle}", flush=True)
+            continue
+        spec, rows = speculation(name, args.drafter, args.specs)
+        started = time.perf_counter()
+        with open_engine(args.target, spec, **llm_arguments(args, name, rows)) as llm:
+            config = llm.llm_engine.vllm_config
+            compilation = config.compilation_config
+            out["engines"][name] = {
+                "graphs": str(compilation.cudagraph_mode).rsplit(".", 1)[-1],
+                "largest graph": max(compilation.cudagraph_capture_sizes or [0]),
+                "async": config.scheduler_config.async_scheduling,
+                "start s": round(time.perf_counter() - started, 1),
+            }
+            print(name, out["engines"][name], flush=True)
+            for repeat, n in itertools.product(range(args.repeats), args.concurrency):
+                if time_is_up():
+                    print(f"time is up: {name} cut at repeat {repeat}, concurrency {n}", flush=True)
+                    break
+                chosen = prompts[cycle * args.repeats + repeat][: num_requests(n, args)]
+                drive(llm, chosen[-n:], WARM_UP_TOKENS, n, name)
+                run = drive(llm, chosen, args.max_tokens, n, name)
+                out["runs"].append({**run, "cycle": cycle, "repeat": repeat})
+                print_run(run)
+                report.write(out, args.out)
+        report.write(out, args.out, plots=True)
+
+
+def load_server(args: argparse.Namespace, out: dict[str, Any]) -> None:
+    """Measures a running server into `out`."""
+    from benchmarks.server import drive_server
+
+    prompts = read_prompts(args)
+    model = args.model or args.target
+    for repeat, n in itertools.product(range(args.repeats), args.concurrency):
+        chosen = prompts[repeat][: num_requests(n, args)]
+        drive_server(args.server, model, chosen[-n:], WARM_UP_TOKENS, n, args.label)
+        run = drive_server(args.server, model, chosen, args.max_tokens, n, args.label)
+        out["runs"].append({**run, "cycle": 0, "repeat": repeat})
+        print_run(run)
+        report.write(out, args.out)
+    report.write(out, args.out, plots=True)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("target", nargs="?")
+    add("drafter", nargs="?", default="")
+    add("--engines", nargs="+", default=["plain", "chain-7", "chain-15", "tree-31"])
+    add("--specs", type=json.loads, default={}, help="JSON: engine name -> speculative_config")
+    add("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    add("--repeats", type=int, default=3)
+    add("--cycles", type=int, default=1, help="times the whole list of engines runs")
+    add("--max-tokens", type=int, default=192)
+    add("--prompt-tokens", type=int, default=128)
+    add("--prompts", type=Path, help='JSON Lines of {"prompt": ...} instead of Python files')
+    add("--min-requests", type=int, default=8, help="fewest requests of a run")
+    add("--waves", type=int, default=2, help="requests of a run = waves x concurrency")
+    add("--seed", type=int, default=0)
+    add("--dtype", default="bfloat16")
+    add("--max-num-seqs", type=int, help="default: the largest concurrency")
+    add("--gpu-memory-utilization", type=float, default=0.8)
+    add("--capture-requests", type=int, nargs="+", help="CUDA graphs for so many requests each")
+    add("--llm", type=json.loads, default={}, help="JSON of more LLM() arguments")
+    add("--engine-llm", type=json.loads, default={}, help="JSON: engine name -> more of them")
+    add("--in-process", action="store_true", help="engine core in this process")
+    add("--time-limit", type=float, help="start no run after so many seconds")
+    add("--server", help="URL of a running server, instead of engines")
+    add("--model", help="the server's name for the target")
+    add("--label", default="server", help="the server's name in the table")
+    add("--merge", type=Path, nargs="+", help="load.json files to make one report of")
+    add("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    if not args.merge and not args.target:
+        parser.error("TARGET is missing")
+    if not (args.merge or args.server):
+        for name in args.engines:
+            try:
+                spec, _ = speculation(name, args.drafter, args.specs)
+            except ValueError as error:
+                parser.error(str(error))
+            if spec and not spec["model"]:
+                parser.error(f"engine {name} needs DRAFTER")
+    if args.server and args.cycles != 1:
+        parser.error("--cycles is for engines")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    if args.merge:
+        report.write(report.merge(args.merge), args.out, plots=True)
+    else:
+        if args.in_process:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        arguments = {key: str(value) for key, value in vars(args).items()}
+        out = {"info": {**machine(), "arguments": arguments}, "engines": {}, "runs": []}
+        (load_server if args.server else load_engines)(args, out)
+    print((args.out / "load.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

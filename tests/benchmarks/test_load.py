@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load benchmark's bookkeeping, with an engine that only counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from benchmarks.prompts import file_prompts, python_prompts
+from benchmarks.serve_load import drive, llm_arguments, num_requests, parse, speculation
+from benchmarks.server import read_counters
+
+PROMPTS = [[i + 1] * 3 for i in range(7)]
+
+
+class CountingEngine:
+    """Answers the oldest request at every second step; knows how many were in flight."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[str, list[int]]] = []
+        self.served: list[list[int]] = []
+        self.in_flight: list[int] = []
+        self.steps = 0
+        self.llm_engine = self
+
+    def add_request(self, request_id: str, prompt: dict[str, Any], params: Any) -> None:
+        assert request_id not in {r for r, _ in self.waiting} and params.ignore_eos
+        self.tokens = params.max_tokens
+        self.waiting.append((request_id, prompt["prompt_token_ids"]))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        self.in_flight.append(len(self.waiting))
+        if self.steps % 2:
+            return []
+        self.served.append(self.waiting.pop(0)[1])
+        times = {"first_token_latency": 0.5, "first_token_ts": 10.0, "last_token_ts": 12.0}
+        sample = SimpleNamespace(token_ids=[7] * self.tokens)
+        output = SimpleNamespace(
+            finished=True, outputs=[sample], metrics=SimpleNamespace(**times), prompt=None
+        )
+        return [output]
+
+    def get_metrics(self) -> list[Any]:
+        def counter(name: str, value: int) -> SimpleNamespace:
+            return SimpleNamespace(name=f"vllm:{name}", value=value, count=value)
+
+        return [
+            counter("spec_decode_num_drafts", 3 * self.steps),
+            counter("spec_decode_num_accepted_tokens", 6 * self.steps),
+            counter("iteration_tokens_total", self.steps),
+        ]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 20])
+def test_requests_in_flight(concurrency: int) -> None:
+    engine: Any = CountingEngine()
+    drive(engine, PROMPTS[:2], 4, 1, "warm-up")  # counters of earlier runs do not count
+    engine.in_flight.clear()
+    engine.served.clear()
+    run = drive(engine, PROMPTS, 5, concurrency, "tree-7")
+    assert engine.served == PROMPTS
+    limit = min(concurrency, len(PROMPTS))
+    ramp_down = [min(limit, len(PROMPTS) - i // 2) for i in range(2 * len(PROMPTS))]
+    assert engine.in_flight == ramp_down
+    assert (run["tokens"], run["requests"], run["steps"], run["rounds"]) == (35, 7, 14, 42)
+    assert run["acceptance"] == 3.0  # accepted and bonus token
+    assert run["tpot_ms"] == pytest.approx(2000 / 4) and run["ttft_ms"] == 500
+    assert run["ms_round"] == pytest.approx(7 * 2000 / 42)
+
+
+def test_plain_rounds_are_tokens() -> None:
+    run = report.run_record("plain", 2, 2.0, [(5, 0.1, 2.0), (3, 0.3, 1.0)], 0, 0, 6)
+    assert (run["rounds"], run["ms_round"], run["acceptance"]) == (6, 500, 1.0)
+    assert run["tokens_s"] == 4 and run["tpot_ms"] == 500
+
+
+def example_runs() -> list[report.Run]:
+    runs = []
+    for engine, speeds in {"chain-15": [100, 300, 110], "tree-31": [130, 121, 500]}.items():
+        for repeat, speed in enumerate(speeds):
+            run = report.run_record(engine, 8, 10.0, [(10 * speed, 0.1, 1.0)], 10, 30, 12)
+            runs.append({**run, "cycle": 0, "repeat": repeat})
+    return runs
+
+
+def test_medians_and_range() -> None:
+    chain, tree = report.summarise(example_runs())
+    assert (chain["tokens_s"], chain["min"], chain["max"], chain["runs"]) == (110, 100, 300, 3)
+    assert tree["tokens_s"] == 130
+    assert report.ratios(example_runs(), "chain-15")["tree-31", 8] == pytest.approx(130 / 110)
+    table = report.markdown(example_runs()).splitlines()
+    assert len(table) == 4 and "| 8 | tree-31 | 3 | 130 | 121-500 | 1.18 |" in table[3]
+    assert "plain" not in table[0]  # did not run
+
+
+def test_reports_merge_and_machines_do_not_mix(tmp_path: Path) -> None:
+    runs = example_runs()
+    info = {"gpu": "A", "vllm": "1", "torch": "2", "arguments": {}}
+    parts = [("a", info, runs[:3]), ("b", info, runs[3:]), ("c", {**info, "gpu": "B"}, runs)]
+    for name, own, some in parts:
+        report.write({"info": own, "engines": {name: {"x": 1}}, "runs": some}, tmp_path / name)
+    files = [tmp_path / name / "load.json" for name in "abc"]
+    merged = report.merge(files[:2])
+    assert merged["runs"] == runs and set(merged["engines"]) == {"a", "b"}
+    with pytest.raises(ValueError, match="different machines"):
+        report.merge(files)
+
+
+def test_engine_names() -> None:
+    assert speculation("plain", "d", {}) == (None, 1)
+    chain = {"method": "dflash", "model": "d", "num_speculative_tokens": 7}
+    assert speculation("chain-7", "d", {}) == (chain, 8)
+    assert speculation("tree-31", "d", {})[1] == 32
+    named = {"mine": {"method": "ddtree", "budget": 9}}
+    assert speculation("mine", "d", named)[0] == {"method": "ddtree", "model": "d", "budget": 9}
+    for name in ("tree", "chain-x", "plain-1"):
+        with pytest.raises(ValueError):
+            speculation(name, "d", {})
+
+
+def test_every_engine_gets_graphs_for_the_same_requests() -> None:
+    line = ["t", "d", "--out", "o", "--capture-requests", "1", "8"]
+    args = parse([*line, "--llm", '{"seed": 1}', "--engine-llm", '{"tree-31": {"seed": 2}}'])
+    tree, plain = llm_arguments(args, "tree-31", 32), llm_arguments(args, "plain", 1)
+    assert tree["compilation_config"] == {"cudagraph_capture_sizes": [32, 256]}
+    assert plain["compilation_config"] == {"cudagraph_capture_sizes": [1, 8]}
+    assert (tree["seed"], plain["seed"], plain["max_num_seqs"]) == (2, 1, 128)
+    assert num_requests(1, args) == 8 and num_requests(64, args) == 128
+
+
+def test_prompts(tmp_path: Path) -> None:
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    prompts = python_prompts(tokenizer, 50, 40)
+    assert {len(p) for p in prompts} == {40} and len({tuple(p) for p in prompts}) == 50
+    assert python_prompts(tokenizer, 50, 40) == prompts
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "ab"}) + "\n" + json.dumps({"prompt": [5]}) + "\n")
+    assert file_prompts(tokenizer, 2, file) == [[97, 98], [5]]
+    with pytest.raises(ValueError, match="has 2 prompts"):
+        file_prompts(tokenizer, 3, file)
+
+
+def test_server_counters() -> None:
+    page = """# HELP vllm:spec_decode_num_drafts_total x
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 41.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 1.0
+vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 8.0
+vllm:iteration_tokens_total_bucket{le="1.0"} 3.0
+vllm:iteration_tokens_total_count{engine="0"} 77.0
+"""
+    assert read_counters(page) == {"drafts": 42, "accepted": 9, "steps": 77}
