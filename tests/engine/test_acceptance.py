@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of the engine equal to the offline oracle's (tests/oracle), one by one.
+
+Output alone cannot show a drafter that sees the wrong context, a tree that lost a node or a slot that
+another row overwrote: those only make fewer tokens be accepted.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.conftest import Pair
+from tests.engine.harness import PROMPTS, Counters, Result, ddtree, greedy, run_engine
+from tests.oracle import Drafter, Round, Target, Trace, acceptance_length
+
+# The KV blocks end inside drafts and trees; the third request ends at the length limit, in mid-tree.
+MAX_MODEL_LEN = 136
+ENGINE: dict[str, Any] = {"block_size": 32, "max_num_batched_tokens": 1024}
+REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
+    (PROMPTS[0], 22, {}),
+    (PROMPTS[3], 20, {"temperature": 0.8, "seed": 5}),
+    (PROMPTS[5], 99, {}),
+    # Penalties depend on the tokens before a row: the spine alone is verified.
+    (PROMPTS[2], 20, {"presence_penalty": 0.5}),
+]
+CHAIN = [False, False, False, True]
+
+
+@functools.cache
+def traces(pair: Pair) -> list[Trace]:
+    """The requests with the target's own continuations, known beyond their ends."""
+    target = Target.load(pair.target)
+    drafter = Drafter.load(pair.drafter, target)
+    prompts = [prompt for prompt, _, _ in REQUESTS]
+    lengths = [min(n, MAX_MODEL_LEN - 101) + pair.block_size for _, n, _ in REQUESTS]
+    params = [greedy(n, **more) for n, (_, _, more) in zip(lengths, REQUESTS, strict=True)]
+    plain = run_engine(pair.target, None, prompts, params, **ENGINE)
+    return [
+        Trace(target, drafter, output.prompt_token_ids, tokens)
+        for output, tokens in zip(plain.outputs, plain.token_ids, strict=True)
+    ]
+
+
+def oracle(
+    pair: Pair, budget: int, top_k: int = 16, num_speculative_tokens: int | None = None
+) -> list[list[Round]]:
+    result = []
+    for trace, (_, max_tokens, _), chain in zip(traces(pair), REQUESTS, CHAIN, strict=True):
+        rounds = trace.replay(
+            budget=budget,
+            top_k=min(top_k, budget),
+            depth=num_speculative_tokens,
+            chain=chain,
+            max_tokens=min(max_tokens, len(trace.tokens) - trace.num_prompt_tokens),
+            max_model_len=MAX_MODEL_LEN,
+        )
+        assert all(r.complete for r in rounds)
+        result.append(rounds)
+    return result
+
+
+def check_counters(counters: Counters, result: Result, depth: int, budget: int) -> None:
+    """vLLM's counters, by position = depth, against the requests' own metrics."""
+    steps = [output.outputs[0].spec_decode_metrics for output in result.outputs]
+    accepted = [n for step in steps for n in step.per_step_accepted]
+    assert counters.num_drafts == len(accepted)
+    assert counters.num_accepted_tokens == sum(accepted)
+    assert counters.num_draft_tokens == sum(n for step in steps for n in step.per_step_drafted)
+    assert counters.acceptance_length == 1 + sum(accepted) / len(accepted)
+    by_depth = [sum(n > d for n in accepted) for d in range(budget)]
+    assert list(counters.per_position) == by_depth
+    assert not any(by_depth[depth:])
+
+
+@pytest.mark.parametrize(
+    ("budget", "keys"),
+    [
+        (1, {}),
+        (5, {}),
+        (7, {"top_k": 2}),
+        (8, {"num_speculative_tokens": 3}),
+        (15, {"top_k": 2, "num_speculative_tokens": 5}),
+        (31, {}),
+    ],
+    ids=lambda v: str(v).replace(" ", ""),
+)
+def test_rounds_are_the_oracles(pair: Pair, budget: int, keys: dict[str, int]) -> None:
+    expected = oracle(pair, budget, **keys)
+    result = run_engine(
+        pair.target,
+        ddtree(pair, budget, **keys),
+        [prompt for prompt, _, _ in REQUESTS],
+        [greedy(n, **more) for _, n, more in REQUESTS],
+        max_model_len=MAX_MODEL_LEN,
+        per_request_spec_decode_metrics="detailed",
+        **ENGINE,
+    )
+    for i, (trace, rounds) in enumerate(zip(traces(pair), expected, strict=True)):
+        tokens = result.token_ids[i]
+        known = trace.tokens[trace.num_prompt_tokens :]
+        assert tokens == known[: len(tokens)]
+        assert len(tokens) == 1 + sum(r.emitted for r in rounds)
+        drafted = [r for r in rounds if r.num_nodes]
+        metrics = result.outputs[i].outputs[0].spec_decode_metrics
+        assert metrics.per_step_accepted == [r.accepted for r in drafted]
+        if not CHAIN[i]:  # a chain's rows are padded up to the budget
+            assert metrics.per_step_drafted == [r.num_nodes for r in drafted]
+    depth = keys.get("num_speculative_tokens", pair.block_size - 1)
+    check_counters(result.counters, result, depth, budget)
+
+
+def test_the_length_limit_cuts_trees(pair: Pair) -> None:
+    """The case above is what it says: some trees lose nodes, one round is a plain step or shorter."""
+    limited = oracle(pair, 31)[2]
+    assert limited[0].num_nodes == 31
+    assert 0 <= limited[-1].num_nodes < 31
+    assert sum(r.emitted for r in limited) + 1 == MAX_MODEL_LEN - traces(pair)[2].num_prompt_tokens
+
+
+def test_a_tree_accepts_more_than_the_chain(pair: Pair) -> None:
+    """Same drafts, same requests: a tree of the chain's nodes and more is never shorter."""
+    chain = [r for trace in traces(pair)[:3] for r in trace.replay(budget=pair.block_size - 1, top_k=1)]
+    tree = [r for trace in traces(pair)[:3] for r in trace.replay(budget=31, top_k=16)]
+    assert acceptance_length(tree) > acceptance_length(chain)
