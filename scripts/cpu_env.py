@@ -102,9 +102,10 @@ def run(step: int, what: str, command: list[str]) -> None:
             log.flush()
             if found := re.match(r"\s*(Collecting|Installing|Building)\s+([\w.\-]+)", line):
                 packages += found.group(1) == "Collecting"
-                tail = f"{packages} packages, {found.group(1).lower()} {found.group(2)}"
+                doing = f"{found.group(1).lower()} {found.group(2)}"
                 if found.group(1) == "Installing":
-                    tail = f"{packages} packages, writing them to disk"
+                    doing = "writing to disk"
+                tail = f"{packages} packages so far, {doing}"
             now = time.monotonic()
             if tail and now - shown > (0.2 if live else 15):
                 text = f"{head} ... {tail} ({now - start:.0f} s)"
