@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel benchmark measures real rounds: full trees, a path that is walked and moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.kernels import COLUMNS, Sizes, make_cases, table_of
+
+SIZES = Sizes(
+    layers=2, heads=4, kv_heads=2, head_dim=16, hidden=8, vocab=600, states=2, depth=4, context=40
+)
+
+
+def variables(case) -> dict:
+    """What a case's function closes over."""
+    return dict(
+        zip(case.__code__.co_freevars, (c.cell_contents for c in case.__closure__), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("budget", "batch"), [(3, 2), (31, 1)])
+def test_cases_are_a_round(budget: int, batch: int, device: str) -> None:
+    cases = make_cases(SIZES, budget, batch, device, torch.float32, flash=False)
+    assert set(cases) == set(COLUMNS) - {"FA prefix", "FA causal"}
+    build, walk, tail = (variables(cases[name]) for name in ("build", "walk", "tail"))
+    caches = variables(cases["Triton prefix"])["caches"]
+    before = [cache.clone() for cache in caches]
+    for name, case in cases.items():
+        if not name.startswith("compact"):
+            case()
+    assert build["trees"].num_nodes.tolist() == [budget] * batch
+    assert tail["rows"].tail_lens.tolist() == [budget + 1] * batch
+    assert tail["rows"].prefix_lens.tolist() == [SIZES.context] * batch
+    assert torch.isfinite(tail["out"]).all()
+    # The target's choice at each row is a child's token: the walk ends at a leaf.
+    assert (walk["num_sampled"] >= 2).all()
+
+    cases["compact same"]()
+    assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
+    cases["compact"]()
+    moves = budget > SIZES.depth  # else the longest path is the rows in order
+    assert all(torch.equal(a, b) != moves for a, b in zip(caches, before, strict=True))
+
+
+def test_table() -> None:
+    row = {name: float(i) for i, name in enumerate(COLUMNS)} | {"batch": 1.0, "budget": 31.0}
+    last = table_of([row], layers=2).splitlines()[-1].split(" | ")
+    # top-k to compact: 0 + 1 + .. + 5, FA prefix 7, tail 8, FA causal 9
+    assert last[-2:] == [str(15 + 7 + 8 - 9), "4.00 |"]
