@@ -9,6 +9,7 @@ process. A server's processes inherit the environment, and the test bed's own pl
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -91,6 +92,7 @@ def patch_vllm() -> None:
     _quicken_interpreter()
 
 
+@functools.cache  # once: a second time would wrap what the first put there
 def _quicken_interpreter() -> None:
     """Spares Triton's interpreter work it repeats; results stay the same.
 
