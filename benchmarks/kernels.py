@@ -111,7 +111,7 @@ def make_cases(
     value = torch.randn(total, s.kv_heads, s.head_dim, device=device, dtype=dtype)
     shape = (batch * blocks, s.kv_block, s.kv_heads, 2 * s.head_dim)
     caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(s.layers)]
-    out = torch.empty_like(query)
+    out = torch.zeros_like(query)
     lse = torch.empty(s.heads, total, device=device)
     wide = torch.empty(query.shape, device=device)
     prefix_lse = torch.zeros(s.heads, total, device=device)
