@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of the engine equal to the offline oracle's (tests/oracle), one by one.
 
-Output alone cannot show a drafter that sees the wrong context, a tree that lost a node or a slot that
-another row overwrote: those only make fewer tokens be accepted.
+Output alone cannot show a drafter that sees the wrong context, a tree that lost a node or a slot
+that another row overwrote: those only make fewer tokens be accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.conftest import Pair
 from tests.engine.harness import PROMPTS, Counters, Result, ddtree, greedy, run_engine
 from tests.oracle import Drafter, Round, Target, Trace, acceptance_length
 
-# The KV blocks end inside drafts and trees; the third request ends at the length limit, in mid-tree.
+# KV blocks end inside drafts and trees; the third request ends at the length limit, in mid-tree.
 MAX_MODEL_LEN = 136
 ENGINE: dict[str, Any] = {"block_size": 32, "max_num_batched_tokens": 1024}
 REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
@@ -113,7 +113,7 @@ def test_rounds_are_the_oracles(pair: Pair, budget: int, keys: dict[str, int]) -
 
 
 def test_the_length_limit_cuts_trees(pair: Pair) -> None:
-    """The case above is what it says: some trees lose nodes, one round is a plain step or shorter."""
+    """The case above is what it says: its last trees lose nodes."""
     limited = oracle(pair, 31)[2]
     assert limited[0].num_nodes == 31
     assert 0 <= limited[-1].num_nodes < 31
@@ -122,6 +122,8 @@ def test_the_length_limit_cuts_trees(pair: Pair) -> None:
 
 def test_a_tree_accepts_more_than_the_chain(pair: Pair) -> None:
     """Same drafts, same requests: a tree of the chain's nodes and more is never shorter."""
-    chain = [r for trace in traces(pair)[:3] for r in trace.replay(budget=pair.block_size - 1, top_k=1)]
+    chain = [
+        r for trace in traces(pair)[:3] for r in trace.replay(budget=pair.block_size - 1, top_k=1)
+    ]
     tree = [r for trace in traces(pair)[:3] for r in trace.replay(budget=31, top_k=16)]
     assert acceptance_length(tree) > acceptance_length(chain)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output equal to the target's own, token for token, at budgets on both sides of the block size.
 
-vLLM's noise is keyed by seed and position, so a seeded request too must give the very tokens that it
-gives without speculation (sample-and-follow; DDTree, arXiv 2604.12989).
+vLLM's noise is keyed by seed and position, so a seeded request too must give the very tokens that
+it gives without speculation (sample-and-follow; DDTree, arXiv 2604.12989).
 """
 
 from __future__ import annotations

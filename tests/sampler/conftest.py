@@ -10,7 +10,7 @@ from vllm_ddtree.testing import cpu
 
 @pytest.fixture(scope="session", autouse=True)
 def _worker_environment(device: str) -> None:
-    """On the CPU: the test bed's work-arounds, and ordinary memory for vLLM's host-backed buffers."""
+    """On the CPU: the test bed's work-arounds, and ordinary memory for vLLM's pinned buffers."""
     if device == "cpu":
         cpu.prepare()
         import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's CPU worker imports it for its effects

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The law of emitted tokens: at temperature above 0 it is the target's own, whatever the tree.
 
-20,000 rounds a tree on a tiny vocabulary through the tree sampler and vLLM's own `Sampler`. Triton's
-interpreter takes milliseconds a program, so on the CPU two kernels are launched for distinct inputs
-only, or replaced by a vectorised form that is shown to give the kernel's very choices.
+20,000 rounds a tree on a tiny vocabulary through the tree sampler and vLLM's own `Sampler`.
+Triton's interpreter takes milliseconds a program, so on the CPU the walk is launched for distinct
+inputs only, and vLLM's Gumbel kernel is replaced by a vectorised form that is shown to give its
+very choices.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def vectorised_gumbel_sample(
     pos: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """vLLM's `_gumbel_sample_kernel` (v1/worker/gpu/sample/gumbel.py), all rows at once, in NumPy."""
+    """vLLM's `_gumbel_sample_kernel` (v1/worker/gpu/sample/gumbel.py), all rows at once."""
     with np.errstate(over="ignore"):
         slots = expanded_idx_mapping.numpy()
         seeds = seed.numpy()[slots].view(np.uint64)
@@ -127,7 +128,7 @@ def distinct_walk(
     path_lens: torch.Tensor,
     path: torch.Tensor,
 ) -> None:
-    """The walk kernel, launched once for each distinct combination of choices (all trees are equal)."""
+    """The walk kernel, launched once for each distinct row of choices (all trees are equal)."""
     num_reqs = len(idx_mapping)
     kinds, kind = torch.unique(choices.view(num_reqs, -1), dim=0, return_inverse=True)
     n, rows = kinds.shape
@@ -270,9 +271,7 @@ def quick_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(vllm_sampler, "gumbel_sample", vectorised_gumbel_sample)
     monkeypatch.setattr(tree_sampler, "walk", distinct_walk)
-    monkeypatch.setattr(
-        tree_sampler, "get_num_sampled_and_rejected", get_num_sampled_and_rejected
-    )
+    monkeypatch.setattr(tree_sampler, "get_num_sampled_and_rejected", get_num_sampled_and_rejected)
 
 
 def test_the_quick_kernels_give_what_vllms_give(
@@ -299,7 +298,7 @@ def test_the_quick_kernels_give_what_vllms_give(
 def test_emitted_tokens_follow_the_targets_law(device: str, name: str) -> None:
     law = LAWS[name]
     counts = draw(Bench(law, NUM_REQS, device))
-    # The joint law of all emitted tokens, with it those of the first and of the second given the first.
+    # The joint law of all emitted tokens; those of the first, and of the second given the first.
     assert chi_square(counts, law.outcomes(law.probs)) > 1e-3
     assert max(map(len, counts)) == max(law.depths) + 1
     vocab = law.probs.shape[1]
@@ -332,7 +331,7 @@ def test_the_law_with_top_k_and_top_p(device: str) -> None:
 
 @pytest.mark.usefixtures("quick_kernels")
 def test_the_test_itself_rejects_the_ratio_rule(device: str) -> None:
-    """Accepting node 0 with min(1, p / q), q = (.9, .08, .02), and drawing from max(p - q, 0) else."""
+    """Node 0 accepted with min(1, p / q), q = (.9, .08, .02), else a draw from max(p - q, 0)."""
     law = LAWS["one-node"]
     p, q = law.probs[0], np.array([0.9, 0.08, 0.02])
     accept = p[0] / q[0]

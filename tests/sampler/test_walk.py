@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk kernel against the reference on random trees, and the rows that emitted tokens belong to."""
+"""The walk kernel against the reference on random trees; the rows that emitted tokens belong to."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_random_trees(device: str, budget: int, depth: int) -> None:
 
 
 def test_a_refused_draft_hides_its_subtree(device: str) -> None:
-    """vLLM marks placeholders and what a grammar refuses by -1: never followed, nor what is below."""
+    """vLLM marks placeholders and what a grammar refuses by -1: neither they nor what is below."""
     changed = 0
     for seed in range(6):
         trees, choices, drafts = random_batch(seed, budget=12, depth=4, vocab=16)
@@ -169,7 +169,7 @@ def test_a_tree_that_lost_its_last_nodes(device: str) -> None:
 
 
 def test_padded_rows_are_never_followed(device: str) -> None:
-    """A tree of fewer nodes than the budget: the rows behind have no parent, token 0 and are no match."""
+    """A tree of fewer nodes than the budget: rows behind it have token 0 and no parent."""
     budget, depth = 12, 4
     rng = np.random.default_rng(0)
     tree = random_tree(rng, 3, depth, 16)
