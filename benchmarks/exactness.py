@@ -3,10 +3,12 @@
 
 usage: python benchmarks/exactness.py TARGET DRAFTER --budgets 7 8 15 31 63 --out FOLDER
 
-Every engine answers the same prompts, one request at a time and all at once, at temperature 0. Where DDTree's
-text leaves the chain's, the target's own top-1/top-2 logit gap at that token (plain decoding, teacher forced)
-is measured: only a near-tie excuses a difference, since half-precision arithmetic depends on the batch's shape.
-Seeded requests are compared with plain decoding in the same way. Writes exactness.json and exactness.md.
+Every engine answers the same prompts, one request at a time and all at once, at temperature 0.
+Where DDTree's text leaves the chain's, the target's own top-1/top-2 logit gap at that token (plain
+decoding, teacher forced)
+is measured: only a near-tie excuses a difference, since half-precision arithmetic depends on the
+batch's shape. Seeded requests are compared with plain decoding in the same way. Writes
+exactness.json and exactness.md.
 """
 
 import argparse
@@ -183,7 +185,8 @@ def main() -> None:
         )
     lines += ["", "First differences (target's own top-1/top-2 log-prob gap at the token):", ""]
     lines += [
-        f"- {d['run']} against {d['against']}: prompt {d['prompt']}, token {d['at']}, gap {d['gap']:.4f}"
+        f"- {d['run']} against {d['against']}: prompt {d['prompt']}, token {d['at']}, "
+        f"gap {d['gap']:.4f}"
         for d in differences
     ] or ["none"]
     (args.out / "exactness.md").write_text("\n".join(lines) + "\n")

@@ -101,8 +101,9 @@ def _check_token_budget(vllm_config: Any, spec: DDTreeConfig) -> None:
     needed = max(spec.budget + 1, spec.block_size)
     if tokens < needed:
         raise ValueError(
-            f"--max-num-batched-tokens={tokens} is too small for method ddtree with budget={spec.budget}: "
-            f"a request needs {needed} tokens a step; raise it to at least {needed} or lower budget"
+            f"--max-num-batched-tokens={tokens} is too small for method ddtree with "
+            f"budget={spec.budget}: a request needs {needed} tokens a step; raise it to at least "
+            f"{needed} or lower budget"
         )
     # The draft forward of a full batch runs in buffers of max_num_batched_tokens.
     active = getattr(scheduler, "max_num_active_seqs", None) or scheduler.max_num_seqs
@@ -110,6 +111,6 @@ def _check_token_budget(vllm_config: Any, spec: DDTreeConfig) -> None:
         raise ValueError(
             f"--max-num-seqs={active} with the drafter's block_size={spec.block_size} needs "
             f"{active * spec.block_size} draft tokens a step, more than "
-            f"--max-num-batched-tokens={tokens}: raise it to at least {active * spec.block_size} or "
-            f"lower --max-num-seqs to {tokens // spec.block_size}"
+            f"--max-num-batched-tokens={tokens}: raise it to at least {active * spec.block_size} "
+            f"or lower --max-num-seqs to {tokens // spec.block_size}"
         )

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one module that knows vLLM's private names.
 
-Everything of vLLM that is replaced, or used although it is not a public interface, is listed here in
-`SEAMS` and looked up from here; moving to the next vLLM release means editing this file.
+Everything of vLLM that is replaced, or used although it is not a public interface, is listed here
+in `SEAMS` and looked up from here; moving to the next vLLM release means editing this file.
 
-- `check()` proves, without importing the heavy modules, that every seam is there (called at `register()`).
+- `check()` proves, without importing the heavy modules, that every seam is there (at `register()`).
 - `hook_engine_args()` replaces the entry points through which a configuration is made (light).
-- `hook_runner()` replaces the two factories of Model Runner V2. It runs only in a process in which a
-  DDTree configuration exists, so that an installed plugin changes nothing for other methods.
+- `hook_runner()` replaces the two factories of Model Runner V2. It runs only in a process in which
+  a DDTree configuration exists, so that an installed plugin changes nothing for other methods.
 
 Every replacement calls the original for a configuration that is not DDTree's.
 """
@@ -109,7 +109,7 @@ _MARK = "_vllm_ddtree_original"
 
 
 class SeamError(RuntimeError):
-    """vLLM is not one this plugin knows: the message is one line that says what and how to fix it."""
+    """vLLM is not one this plugin knows. The message is one line with the fix."""
 
 
 def vllm_version() -> Version:
@@ -193,37 +193,28 @@ def mask_token_id(hf_config: Any) -> int | None:
         return None
 
 
-def mend_cpu_context_norm(drafter: Any) -> None:
-    """Give one drafter on the CPU the right context key norm.
+def request_chunks(cu_num_logits: Any, max_logits: int) -> list[tuple[int, int]]:
+    """Ranges of requests with at most `max_logits` rows each, no request split.
 
-    vLLM's CPU `rms_norm` uses row 0 of the stacked weights of `_normalize_context_k`
-    (model_executor/models/qwen3_dflash.py) for every layer, so that a drafter of several layers drafts
-    worse there. Output is not affected. Only this instance is changed.
+    Args:
+        cu_num_logits: NumPy int32 [num_reqs + 1].
+        max_logits: rows.
+
     """
-    import types
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks
 
-    import torch
-    from vllm import _custom_ops as ops
+    return list(_iter_request_chunks(cu_num_logits, max_logits))
 
-    inner = getattr(drafter, "model", None)
-    if not hasattr(inner, "_normalize_context_k"):
-        return
 
-    def normalize(self: Any, all_k: torch.Tensor) -> torch.Tensor:
-        normed = torch.empty_like(all_k)
-        for layer in range(all_k.shape[0]):
-            ops.rms_norm(
-                normed[layer], all_k[layer], self._k_norm_weights[layer], self._rms_norm_eps
-            )
-        return normed
-
-    inner._normalize_context_k = types.MethodType(normalize, inner)
+def plans_ahead(builder: type) -> bool:
+    """Whether a metadata builder plans its kernel's work (FlashAttention's scheduler metadata)."""
+    return hasattr(builder, "_get_scheduler_metadata")
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replace `owner.name` by `make(original)`, once however often it is called."""
     original = owner.__dict__[name]
-    target = original.fget if isinstance(original, property) else original
+    target: Any = original.fget if isinstance(original, property) else original
     if hasattr(target, _MARK):
         return
     replacement = make(target)
@@ -242,7 +233,8 @@ def hook_engine_args(
     Args:
         make_config: (user's keys, target ModelConfig, target ParallelConfig) -> speculative config.
         is_ddtree: whether a speculative config is DDTree's.
-        finish: (EngineArgs, VllmConfig) -> None; checks the whole configuration, raising ValueError.
+        finish: (EngineArgs, VllmConfig) -> None; checks the whole configuration, raising
+        ValueError.
 
     """
     from vllm.config.vllm import VllmConfig
@@ -285,7 +277,8 @@ def hook_engine_args(
     def num_lookahead_tokens(original: Callable[[Any], int]) -> Callable[[Any], int]:
         def lookahead(self: Any) -> int:
             if is_ddtree(self.speculative_config):
-                # vLLM reserves num_speculative_tokens + 1 = budget + 1; the draft block may be longer.
+                # vLLM reserves num_speculative_tokens + 1 = budget + 1; the draft block may be
+                # longer.
                 return max(original(self), self.speculative_config.block_size)
             return original(self)
 

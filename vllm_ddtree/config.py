@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The speculative configuration of `method: ddtree`.
 
-Toward vLLM a `DDTreeConfig` is a DFlash draft whose `num_speculative_tokens` is the budget: scheduler,
-decode query length, request buffers and graph sizes follow from that one number. The draft's own numbers
-(block size, depth, candidates) stand beside it and are used by the proposer only.
+Toward vLLM a `DDTreeConfig` is a DFlash draft whose `num_speculative_tokens` is the budget:
+scheduler, decode query length, request buffers and graph sizes follow from that one number. The
+draft's own numbers (block size, depth, candidates) stand beside it and are used by the proposer
+only.
 """
 
 import difflib
@@ -44,7 +45,10 @@ DFLASH_KEYS = (
 )
 # Keys of `method: dflash` that DDTree takes at one value only: key -> (value, reason).
 FIXED_KEYS: dict[str, tuple[Any, str]] = {
-    "draft_sample_method": ("greedy", "the tree is built from the drafter's log-probs, not sampled"),
+    "draft_sample_method": (
+        "greedy",
+        "the tree is built from the drafter's log-probs, not sampled",
+    ),
     "rejection_sample_method": ("standard", "the tree is verified by sample-and-follow"),
     "use_local_argmax_reduction": (False, "the tree needs log-probs, not the argmax alone"),
     "enable_adaptive_verification": (False, "it verifies a prefix of a chain"),
@@ -55,7 +59,8 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
 
 @config
 class DDTreeConfig(SpeculativeConfig):
-    """A `SpeculativeConfig` with DDTree's keys (budget in nodes, depth and block size in tokens)."""
+    """A `SpeculativeConfig` with DDTree's keys (budget in nodes, depth and block size in
+    tokens)."""
 
     budget: int = Field(default=DEFAULT_BUDGET, ge=1, le=MAX_BUDGET)
     """Nodes of the tree, the root not counted."""
@@ -118,7 +123,7 @@ def _schedule(keys: dict[str, Any]) -> list[tuple[int, int, int]] | None:
     shape = "give ranges [first, last, budget] of running requests, from 1 up and not overlapping"
     if not isinstance(value, (list, tuple)) or not value:
         raise _bad(key, value, shape)
-    schedule = []
+    schedule: list[tuple[int, int, int]] = []
     expected = 1
     for entry in value:
         if (
@@ -188,7 +193,7 @@ def _check_drafter(spec: "DDTreeConfig") -> int:
         raise _bad(
             "model",
             name,
-            f"give a DFlash drafter ({architectures[0]} has no {', '.join(missing)} in config.json)",
+            f"give a DFlash drafter ({architectures[0]} without {', '.join(missing)} is none)",
         )
     assert block_size is not None and layers is not None
     if not 2 <= block_size <= MAX_BLOCK_SIZE:

@@ -19,8 +19,8 @@ from vllm_ddtree.attention.install import install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
 from vllm_ddtree.commit.kv import KVCompactor
 from vllm_ddtree.runtime import Step
-from vllm_ddtree.sampler.sampler import TreeRejectionSampler
 from vllm_ddtree.sampler.chain_requests import needs_chain
+from vllm_ddtree.sampler.sampler import TreeRejectionSampler
 
 logger = init_logger("vllm.ddtree")
 
@@ -108,6 +108,7 @@ class DDTreeStateMixin:
         rt.step = Step(
             has_trees=bool((num_logits > 1).any()),
             has_plain_rows=bool((num_logits != lens).any() or (num_logits == 1).any()),
+            in_graph=for_capture,
             num_reqs=batch.num_reqs,
             query_start_loc=batch.query_start_loc,
             slot_mappings=slot_mappings,

@@ -20,8 +20,8 @@ _refusal: str | None = None
 def register() -> None:
     """Add `method: ddtree` to vLLM. Idempotent.
 
-    On a vLLM this plugin does not know it changes nothing but the answer to `method: ddtree`, which is
-    then refused with one line.
+    On a vLLM this plugin does not know it changes nothing but the answer to `method: ddtree`, which
+    is then refused with one line.
     """
     global _refusal
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one engine's DDTree parts share: the trees by request slot and the rows of the present step.
 
-A runtime belongs to one model runner. It is found by the identity of that runner's VllmConfig and goes
-with it, so engines that live one after another (or side by side) in a process never meet.
+A runtime belongs to one model runner. It is found by the identity of that runner's VllmConfig and
+goes with it, so engines that live one after another (or side by side) in a process never meet.
 """
 
 import weakref
@@ -23,6 +23,8 @@ class Step:
     """Whether any request of the batch verifies drafts."""
     has_plain_rows: bool = True
     """Whether any row of the batch belongs to no tree (prefill, plain decode)."""
+    in_graph: bool = False
+    """Whether the step is a CUDA graph's capture or its dummy replay."""
     verified: bool = False
     """Whether the tree sampler ran, so that there is a path to commit."""
     num_reqs: int = 0

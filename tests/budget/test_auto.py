@@ -83,10 +83,12 @@ def test_small_differences_do_not_switch() -> None:
 
 def test_attach_counts_and_passes_on() -> None:
     seen = []
-    scheduler = SimpleNamespace(
-        make_spec_decoding_stats=lambda *args, **kwargs: seen.append((args, kwargs)) or "stats",
-        dynamic_sd_lookup=[0, 1],
-    )
+
+    def count(*args: object, **kwargs: object) -> str:
+        seen.append((args, kwargs))
+        return "stats"
+
+    scheduler = SimpleNamespace(make_spec_decoding_stats=count, dynamic_sd_lookup=[0, 1])
     core = SimpleNamespace(
         scheduler=scheduler,
         vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture sizes of draft and verify."""
 
+import itertools
+
 import pytest
 
 from vllm_ddtree.graphs.sizes import MAX_DRAFT_TOKENS, auto_sizes, draft_sizes, request_counts
@@ -36,7 +38,7 @@ def test_draft_follows_the_verify_step() -> None:
 def test_auto_sizes(largest: int) -> None:
     sizes = auto_sizes(largest)
     assert sizes[0] == 1 and sizes[-1] <= largest
-    assert all(b / a <= 2 for a, b in zip(sizes, sizes[1:], strict=False))
+    assert all(b / a <= 2 for a, b in itertools.pairwise(sizes))
     for rows in (4, 8, 16, 32, 64):
         counts = {size // rows for size in sizes if size % rows == 0 and size >= rows}
         assert counts >= {n for n in (1, 2, 3, 4, 6, 8) if n * rows <= largest}

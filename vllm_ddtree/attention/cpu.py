@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on the CPU platform, in plain PyTorch: for tests and the demo.
 
-vLLM's C++ attention takes no mask and keeps keys transposed inside a block, so the target's layers keep
-their cache in a layout of their own ([num_blocks, Hkv, block_size, K | V]) and are read by the reference.
+vLLM's C++ attention takes no mask and keeps keys transposed inside a block, so the target's layers
+keep their cache in a layout of their own ([num_blocks, Hkv, block_size, K | V]) and are read by the
+reference.
 """
 
 from typing import Any

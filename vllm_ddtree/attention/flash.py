@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on FlashAttention: its own kernel for the prefix, ours for the tail.
 
-The prefix needs no mask, so FlashAttention reads it with `causal=False` and gives the log-sum-exp; one
-small kernel adds the ancestors and merges. One extra launch a layer.
+The prefix needs no mask, so FlashAttention reads it with `causal=False` and gives the log-sum-exp;
+one small kernel adds the ancestors and merges. One extra launch a layer.
 """
 
 from typing import Any
@@ -68,10 +68,9 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             causal=False,
             block_table=attn_metadata.block_table,
             return_softmax_lse=True,
-            # Of a mixed batch the metadata plan the causal pass; FlashAttention plans this one itself.
-            scheduler_metadata=(
-                None if tree.has_plain_rows else attn_metadata.scheduler_metadata
-            ),
+            # Of a mixed batch the metadata plan the causal pass; FlashAttention plans this one
+            # itself.
+            scheduler_metadata=(None if tree.has_plain_rows else attn_metadata.scheduler_metadata),
             fa_version=self.vllm_flash_attn_version,
             num_splits=attn_metadata.max_num_splits,
         )
@@ -89,6 +88,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             self.scale,
             tree.max_tail,
             slot_mapping=None if fresh else attn_metadata.slot_mapping,
+            small_tiles=not tree.in_graph,
         )
         return output
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give the target's attention layers their tree-aware backend.
 
-Runs after the weights are loaded and before vLLM makes attention groups. A layer keeps its own backend;
-its implementation and metadata builder are replaced by subclasses. The drafter's layers are left alone.
+Runs after the weights are loaded and before vLLM makes attention groups. A layer keeps its own
+backend; its implementation and metadata builder are replaced by subclasses. The drafter's layers
+are left alone.
 """
 
 import functools
@@ -15,7 +16,6 @@ from vllm.v1.attention.backend import AttentionType
 from vllm_ddtree.attention.metadata import tree_builder
 from vllm_ddtree.checks import SUPPORTED_BACKENDS, UNQUANTIZED_CACHE
 from vllm_ddtree.runtime import Runtime
-
 
 
 def _tree_impl(backend_name: str) -> tuple[type, str]:
@@ -38,7 +38,7 @@ def tree_backend(base: type) -> type:
     """The tree-aware form of an attention backend class; it keeps the backend's name."""
     impl, _ = _tree_impl(base.get_name())  # type: ignore[attr-defined]
 
-    class TreeBackend(base):  # type: ignore[misc, valid-type]
+    class TreeBackend(base):
         @staticmethod
         def get_impl_cls() -> type:
             return impl
@@ -61,7 +61,7 @@ def check_layer(name: str, layer: Any) -> None:
     elsewhere = "use method dflash for this target"
     if not isinstance(layer, Attention):
         raise _refuse(name, f"{type(layer).__name__} is not multi-head attention", elsewhere)
-    impl = layer.impl
+    impl: Any = layer.impl
     if layer.attn_type != AttentionType.DECODER:
         raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
     backend = layer.attn_backend.get_name()
@@ -78,8 +78,8 @@ def check_layer(name: str, layer: Any) -> None:
         raise _refuse(name, "ALiBi", elsewhere)
     if getattr(impl, "sinks", None) is not None:
         raise _refuse(name, "attention sinks", elsewhere)
-    if getattr(impl, "logits_soft_cap", 0):
-        raise _refuse(name, f"logit soft-cap {impl.logits_soft_cap}", elsewhere)
+    if soft_cap := getattr(impl, "logits_soft_cap", 0):
+        raise _refuse(name, f"logit soft-cap {soft_cap}", elsewhere)
     if getattr(impl, "chunk_lookback", -1) > -1:
         raise _refuse(name, "chunked attention", elsewhere)
     if layer.head_size_v != layer.head_size:

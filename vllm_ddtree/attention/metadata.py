@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tree-aware attention metadata builder: what a backend's own builder makes, plus the tree.
 
-`tree_builder(base)` subclasses any vLLM `AttentionMetadataBuilder`; its metadata carry a `TreeMetadata`
-under the attribute `tree`. All tensors in it are persistent buffers of the engine's runtime, written in
-place, so a replayed CUDA graph never sees a new one.
+`tree_builder(base)` subclasses any vLLM `AttentionMetadataBuilder`; its metadata carry a
+`TreeMetadata` under the attribute `tree`. All tensors in it are persistent buffers of the engine's
+runtime, written in place, so a replayed CUDA graph never sees a new one.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
+from vllm_ddtree import compat
 from vllm_ddtree.runtime import Runtime
 
 
@@ -31,6 +32,8 @@ class TreeMetadata:
     """Upper bound of tail_lens: budget + 1, less where a batch schedules fewer nodes."""
     has_plain_rows: bool
     """Whether rows outside trees need the backend's own (causal) attention too."""
+    in_graph: bool
+    """Whether this is a CUDA graph's capture, which pays for kernels of its own once."""
 
 
 def layer_runtime(builder: Any) -> Runtime:
@@ -44,12 +47,13 @@ def tree_builder(base: type) -> type:
     """The tree-aware form of a backend's metadata builder class."""
     # FlashAttention plans its work ahead of the launch: for a batch of trees only, what it launches
     # is the prefix pass, so that is what its metadata must describe.
-    plans_prefix = hasattr(base, "_get_scheduler_metadata")
+    plans_prefix = compat.plans_ahead(base)
 
-    class TreeMetadataBuilder(base):  # type: ignore[misc, valid-type]
+    class TreeMetadataBuilder(base):
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            # A FULL graph is captured for tree rows only; mixed batches run their attention outside.
+            # A FULL graph is captured for tree rows only; mixed batches run their attention
+            # outside.
             support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
 
@@ -71,10 +75,9 @@ def tree_builder(base: type) -> type:
                 masks=rows.masks,
                 tail_lens=rows.tail_lens[: common.num_reqs],
                 prefix_lens=prefix_lens,
-                max_tail=(
-                    runtime.num_rows if step.has_plain_rows else int(common.max_query_len)
-                ),
+                max_tail=(runtime.num_rows if step.has_plain_rows else int(common.max_query_len)),
                 has_plain_rows=step.has_plain_rows,
+                in_graph=step.in_graph,
             )
             return metadata
 

@@ -111,14 +111,16 @@ def choose_num_segments(
 ) -> int:
     """Key segments of ``prefix_attention`` that give each of ``num_sms`` multiprocessors work.
 
-    Depends on the padded batch only, so a captured graph always meets the same number.
+    Depends on the padded batch only, so a captured graph always meets the same number. A power of
+    two, so that there are few kernels to compile.
     """
     # Fastest on an H200: per multiprocessor, 128 (row, head) pairs of one KV head.
     programs = max(1, num_reqs * num_kv_heads * triton.cdiv(max_tail * group, 64))
     return max(1, min(max_segments, 2 * num_sms // programs))
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+# What follows the number of rows in the batch must not make a new kernel each time.
+@triton.jit(do_not_specialize=["num_segments", "out_stride_p", "lse_stride_p", "lse_stride_h"])
 def _prefix_attention_kernel(
     query,  # [T, Hq, HEAD_SIZE]
     k_cache,  # [num_blocks, BLOCK_SIZE, Hkv, HEAD_SIZE]

@@ -25,6 +25,7 @@ def tail_attention(
     scale: float,
     max_tail: int,
     slot_mapping: torch.Tensor | None = None,
+    small_tiles: bool = False,
 ) -> None:
     """Write the attention output of the tree rows; rows outside trees stay as they are.
 
@@ -40,6 +41,9 @@ def tail_attention(
     out              [T, Hq, Dh]
     max_tail         upper bound of tail_lens
     slot_mapping     int64 [T]       cache slot of each row; negative: the row has no key
+    small_tiles      always take the smallest tile: outside a graph, where batches of every size
+    come,
+                     each new tile size would be compiled in front of a waiting request
 
     Raises ValueError if dtypes of query, key and value differ, an innermost stride is not 1, or the
     masks have fewer than ``max_tail`` bits.
@@ -65,7 +69,11 @@ def tail_attention(
     k_strides = key.stride()[:2] if slot_mapping is not None else (0, key.stride(0))
     v_strides = value.stride()[:2] if slot_mapping is not None else (0, value.stride(0))
     num_reqs = query_start_loc.shape[0] - 1
-    block_m = _tile_rows(num_reqs * num_kv_heads, max_tail * group, block_d, query.element_size())
+    block_m = 16
+    if not small_tiles:
+        block_m = _tile_rows(
+            num_reqs * num_kv_heads, max_tail * group, block_d, query.element_size()
+        )
     grid = (num_reqs, num_kv_heads, triton.cdiv(max_tail * group, block_m))
     _tail_attention_kernel[grid](
         query,
@@ -117,7 +125,8 @@ def _tile_rows(num_heads: int, num_packed_rows: int, block_d: int, element_size:
     return min(largest, packed_rows_block(num_packed_rows))
 
 
-@triton.jit
+# Strides that follow the number of rows in the batch: no new kernel for each.
+@triton.jit(do_not_specialize=["prefix_stride_p", "lse_stride_p", "lse_stride_h"])
 def _tail_attention_kernel(
     query,  # [T, Hq, HEAD_SIZE]
     key,  # [T, Hkv, HEAD_SIZE], or [num_blocks, BLOCK_SIZE, Hkv, HEAD_SIZE] if PAGED

@@ -92,5 +92,6 @@ class TreeTritonAttentionImpl(TritonAttentionImpl):
             self.scale,
             tree.max_tail,
             slot_mapping=None if fresh else attn_metadata.slot_mapping,
+            small_tiles=not tree.in_graph,
         )
         return output

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget that gives most tokens a second at a number of running requests.
 
-Tokens a round are 1 + the accepted nodes expected of a budget; milliseconds a round are measured at start
-(`cost.py`). Expected acceptance starts from a prior and follows what the server's own requests accept.
+Tokens a round are 1 + the accepted nodes expected of a budget; milliseconds a round are measured at
+start (`cost.py`). Expected acceptance starts from a prior and follows what the server's own
+requests accept.
 """
 
 from typing import Any
@@ -16,19 +17,20 @@ logger = init_logger("vllm.ddtree")
 TIERS = (63, 31, 15, 7, 3, 0)
 """Budgets to choose from; vLLM captures graphs for each."""
 PRIOR = {0: 0.0, 3: 1.6, 7: 2.2, 15: 2.6, 31: 3.0, 63: 3.25}
-"""Accepted nodes before anything is known: a middling drafter, in the proportions that the trained pairs
-of different strength have in common."""
+"""Accepted nodes before anything is known: a middling drafter, in the proportions that the trained
+pairs of different strength have in common."""
 WINDOW = 2000
 """Rounds (of one request) over which acceptance is averaged."""
 REFRESH = 200
 """Rounds between two looks at the schedule."""
 MARGIN = 1.03
-"""A budget gives way only to one that is better by this factor, so that noise does not switch it."""
+"""A budget gives way only to one that is better by this factor, so that noise does not switch
+it."""
 
 
 class Acceptance:
-    """Accepted nodes expected of each budget: what was seen there, else the prior scaled by what was
-    seen elsewhere."""
+    """Accepted nodes expected of each budget: what was seen there, else the prior scaled by what
+    was seen elsewhere."""
 
     def __init__(self) -> None:
         self.mean: dict[int, float] = {}
@@ -132,7 +134,9 @@ def attach(engine_core: Any, costs: Costs) -> None:
     auto = AutoBudget(costs, engine_core.vllm_config.scheduler_config.max_num_seqs)
     counted = scheduler.make_spec_decoding_stats
 
-    def make_spec_decoding_stats(stats: Any, num_draft_tokens: int, *args: Any, **kwargs: Any) -> Any:
+    def make_spec_decoding_stats(
+        stats: Any, num_draft_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
         accepted = kwargs["num_accepted_tokens"] if "num_accepted_tokens" in kwargs else args[0]
         auto.observe(num_draft_tokens, accepted)
         return counted(stats, num_draft_tokens, *args, **kwargs)

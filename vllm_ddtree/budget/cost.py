@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a round costs on this machine, measured at start.
 
-After the CUDA graphs are captured, a dummy round of every captured shape is run and timed: target forward,
-logits, draft, as vLLM's own `_dummy_run` does it (v1/worker/gpu/model_runner.py). All ranks measure at the
-same time and in the same order, so that collectives meet.
+After the CUDA graphs are captured, a dummy round of every captured shape is run and timed: target
+forward, logits, draft, as vLLM's own `_dummy_run` does it (v1/worker/gpu/model_runner.py). All
+ranks measure at the same time and in the same order, so that collectives meet.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +79,7 @@ def measure(worker: Any) -> Costs:
             _round(runner, rows, num_reqs)
             events[i + 1].record()
         torch.cuda.synchronize()
-        times = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+        times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
         costs.rounds[rows, num_reqs] = times[REPEATS // 2]
     # A dummy round names request slots; leave no tree in them.
     runner.model_state.runtime.trees.parents.fill_(-1)

@@ -12,12 +12,13 @@ from vllm_ddtree.graphs.sizes import draft_sizes
 class DraftGraphManager(DFlashCudaGraphManager):
     """vLLM's DFlash graph manager with capture sizes of its own.
 
-    vLLM rounds the verify step's sizes to whole draft blocks, so that a draft batch above the verify step's
-    token ceiling runs without a graph even where the verify step, with fewer nodes, has one.
+    vLLM rounds the verify step's sizes to whole draft blocks, so that a draft batch above the
+    verify step's token ceiling runs without a graph even where the verify step, with fewer nodes,
+    has one.
     """
 
     def _init_candidates(self) -> None:
-        shared = self.compilation_config
+        shared: Any = self.vllm_config.compilation_config
         own: Any = copy.copy(shared)
         own.cudagraph_capture_sizes = draft_sizes(
             self.decode_query_len,

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which draft batches get a CUDA graph, counted in requests.
 
-Draft and verify have different token counts a request (block size, budget + 1). The verify step keeps the
-sizes vLLM plans for it; the draft forward has a plan of its own, so that neither leaves holes in the other.
+Draft and verify have different token counts a request (block size, budget + 1). The verify step
+keeps the sizes vLLM plans for it; the draft forward has a plan of its own, so that neither leaves
+holes in the other.
 """
 
 MAX_DRAFT_TOKENS = 2048
-"""Widest captured draft batch. Its logits stay in the graphs' memory pool: at a vocabulary of 152k in half
-precision 0.3 MB a token."""
+"""Widest captured draft batch. Its logits stay in the graphs' memory pool: at a vocabulary of 152k
+in half precision 0.3 MB a token."""
 
 
 def request_counts(limit: int) -> list[int]:
@@ -46,8 +47,9 @@ def draft_sizes(
 def auto_sizes(largest: int) -> list[int]:
     """Capture sizes of the verify step, in tokens, for `"budget": "auto"`.
 
-    Its budgets + 1 are powers of two, so sizes 2^k and 3 * 2^k serve 1, 2, 3, 4, 6, 8, 12, ... requests at each
-    of them with few graphs, where vLLM's own plan would capture every multiple of 8 for every budget.
+    Its budgets + 1 are powers of two, so sizes 2^k and 3 * 2^k serve 1, 2, 3, 4, 6, 8, 12, ...
+    requests at each of them with few graphs, where vLLM's own plan would capture every multiple of
+    8 for every budget.
 
     Args:
         largest: vLLM's ceiling, tokens.

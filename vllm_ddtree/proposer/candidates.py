@@ -169,7 +169,7 @@ def _load_logits(ptrs, in_vocab):
     return x, tl.where(in_vocab, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _group_max_kernel(
     logits_ptr,  # float [M, V]
     logits_stride,
@@ -208,7 +208,7 @@ def _group_max_kernel(
     tl.store(chunk_sum_ptr + row * NUM_CHUNKS + chunk, total, mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _top_k_kernel(
     logits_ptr,  # float [M, V]
     logits_stride,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The DDTree proposer: vLLM's DFlash drafter, its log-probs grown into a tree.
 
-`DDTreeSpeculator` is vLLM's `DFlashSpeculator` (v1/worker/gpu/spec_decode/dflash/speculator.py) with two
-token counts instead of one: the draft forward has `block_size` query tokens a request whatever the budget,
-the verify step and with it the drafter's new context rows are `budget + 1`.
+`DDTreeSpeculator` is vLLM's `DFlashSpeculator` (v1/worker/gpu/spec_decode/dflash/speculator.py)
+with two
+token counts instead of one: the draft forward has `block_size` query tokens a request whatever the
+budget, the verify step and with it the drafter's new context rows are `budget + 1`.
 """
 
 import copy
@@ -16,7 +17,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_ddtree import compat, runtime
+from vllm_ddtree import runtime
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
 from vllm_ddtree.tree.build import build_trees
@@ -34,8 +35,9 @@ def make_speculator(vllm_config: Any, device: torch.device) -> "DDTreeSpeculator
     target = get_model_cls(vllm_config.model_config)
     if not supports_eagle3(target):
         raise ValueError(
-            f"method ddtree cannot use target {vllm_config.model_config.model!r}: {target.__name__} gives "
-            "no auxiliary hidden states to a DFlash drafter; use a target that method dflash supports"
+            f"method ddtree cannot use target {vllm_config.model_config.model!r}: "
+            f"{target.__name__} gives no auxiliary hidden states to a DFlash drafter; "
+            "use a target that method dflash supports"
         )
     return DDTreeSpeculator(vllm_config, device, runtime.create(vllm_config, device))
 
@@ -54,6 +56,7 @@ class DDTreeSpeculator(DFlashSpeculator):
     """Drafts a block and grows the best tree of `budget` nodes from its log-probs."""
 
     _speculator_name = "DDTree"
+    query_cudagraph_manager: Any
 
     def __init__(self, vllm_config: Any, device: torch.device, rt: runtime.Runtime) -> None:
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
@@ -69,12 +72,6 @@ class DDTreeSpeculator(DFlashSpeculator):
         # Made by the first (profiling) run, which shows the width of the drafter's logits.
         self.candidates: Candidates | None = None
 
-    def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the drafter; on the CPU platform also mend vLLM's several-layer norm there."""
-        super().load_model(target_model)
-        if self.device.type == "cpu":
-            compat.mend_cpu_context_norm(self.model)
-
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         # A verify step leaves budget + 1 context rows a request, not block_size.
         return min(num_reqs * self.runtime.num_rows, self.max_num_tokens)
@@ -82,10 +79,12 @@ class DDTreeSpeculator(DFlashSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """DFlash's choice of mode, with capture sizes counted in draft blocks."""
         super().init_cudagraph_manager(cudagraph_mode)
-        chosen = self.query_cudagraph_manager.cudagraph_mode
-        self.query_cudagraph_manager = DraftGraphManager(
+        manager: Any = self.query_cudagraph_manager
+        chosen = manager.cudagraph_mode
+        manager = DraftGraphManager(
             self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
         )
+        self.query_cudagraph_manager = manager
         rt = self.runtime
         logger.info_once(
             "method=ddtree budget=%d depth=%d top_k=%d block_size=%d drafter=%s "
@@ -111,7 +110,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """Draft forward, log-probs over the full vocabulary, trees. Runs inside the draft's FULL graph."""
+        """Draft forward, log-probs over the full vocabulary, trees: the draft's FULL graph."""
         hidden_states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -128,9 +127,7 @@ class DDTreeSpeculator(DFlashSpeculator):
                 self.max_num_reqs * rt.depth, logits.shape[1], rt.top_k, logits.device
             )
         log_probs, token_ids = self.log_probs[:num_reqs], self.token_ids[:num_reqs]
-        top_k_log_probs(
-            logits, log_probs.flatten(0, 1), token_ids.flatten(0, 1), self.candidates
-        )
+        top_k_log_probs(logits, log_probs.flatten(0, 1), token_ids.flatten(0, 1), self.candidates)
         # A padded or dummy request's rows are inert: -1.
         slots = self.tree_slots[:num_reqs]
         slots.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that verify a chain instead of a tree.
 
-vLLM's penalties, bad words, thinking budget, grammars and custom logits processors take the preceding rows
-of a request as tokens already generated. On a tree these rows include siblings, so such a request gets the
-tree's spine alone: a chain of up to the draft depth inside the same rows, for which vLLM's own processing is
-right as it stands.
+vLLM's penalties, bad words, thinking budget, grammars and custom logits processors take the
+preceding rows of a request as tokens already generated. On a tree these rows include siblings, so
+such a request gets the tree's spine alone: a chain of up to the draft depth inside the same rows,
+for which vLLM's own processing is right as it stands.
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tree rejection sampler: vLLM's own sampling at every tree row, then the walk.
 
-It stands where vLLM's `RejectionSampler` stands (v1/worker/gpu/spec_decode/rejection_sampler.py) and keeps
-its interface. At every row the target's own choice is drawn by vLLM's `Sampler.sample` (argmax, or the
-Gumbel draw keyed by seed and position after vLLM's own processing), with the position of the row in the
+It stands where vLLM's `RejectionSampler` stands (v1/worker/gpu/spec_decode/rejection_sampler.py)
+and keeps its interface. At every row the target's own choice is drawn by vLLM's `Sampler.sample`
+(argmax, or the Gumbel draw keyed by seed and position after vLLM's own processing), with the
+position of the row in the
 sequence: committed length + depth. So a seeded request gets the tokens it gets without speculation.
 """
 
@@ -18,11 +19,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
-    _iter_request_chunks,
     gather_draft_sampled,
     get_max_chunk_logits,
 )
 
+from vllm_ddtree import compat
 from vllm_ddtree.runtime import Runtime
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
 
@@ -54,8 +55,8 @@ class TreeRejectionSampler(RejectionSampler):
         """Accepted tokens and bonus token of every request.
 
         Returns:
-            SamplerOutput with sampled_token_ids [num_reqs, depth + 1] int64, num_sampled = accepted + 1
-            and num_rejected = drafts - accepted, [num_reqs] int32.
+            SamplerOutput with sampled_token_ids [num_reqs, depth + 1] int64, num_sampled = accepted
+            + 1 and num_rejected = drafts - accepted, [num_reqs] int32.
 
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
@@ -124,14 +125,15 @@ class TreeRejectionSampler(RejectionSampler):
         positions: torch.Tensor,  # [num_logits] int64
         return_logprobs: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's own choice at every row, [num_logits] int64, and the processed logits if logprobs
-        are to be taken from them. In chunks of requests, as vLLM does, to bound the fp32 copy."""
+        """The target's own choice at every row, [num_logits] int64, and the processed logits if
+        logprobs are to be taken from them. In chunks of requests, as vLLM does, to bound the fp32
+        copy."""
         keep_processed = return_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         limit = get_max_chunk_logits(logits.shape[1])
         cu = batch.cu_num_logits_np
         chunks = [(0, batch.num_reqs)]
         if logits.shape[0] > limit:
-            chunks = list(_iter_request_chunks(cu, limit))
+            chunks = compat.request_chunks(cu, limit)
         seq_lens_np = batch.seq_lens_cpu_upper_bound.numpy()
         choices, kept = [], []
         for start, end in chunks:

@@ -28,7 +28,8 @@ def walk(
 
     Args:
         choices: [num_logits] int64, the target's own next token at each tree row.
-        drafts: [num_logits] int32 or int64, the token each row verifies (row 0: the root), -1 never.
+        drafts: [num_logits] int32 or int64, the token each row verifies (row 0: the root), -1
+        never.
         parents: [max_num_reqs, N] int32, by request slot, -1 for the root and unused rows.
         idx_mapping: [num_reqs] int64, request -> slot.
         cu_num_logits: [num_reqs + 1] int32, rows of each request's tree.
@@ -37,7 +38,8 @@ def walk(
         num_sampled: out [num_reqs] int32, accepted + 1.
         path_rows: out [num_reqs or more, P] int32, tree row of each path element, root first.
         path_lens: out [num_reqs or more] int32, path elements, root included.
-        path: in/out [max_num_tokens] int64, gather index of the batch: entry j of a request's tree rows
+        path: in/out [max_num_tokens] int64, gather index of the batch: entry j of a request's tree
+        rows
             becomes the row of path element j; the others are left as they are.
 
     """
@@ -124,7 +126,8 @@ def path_logit_rows(
         path_rows: [num_reqs, P] int32.
         path_lens: [num_reqs] int32.
         cu_num_logits: [num_reqs + 1] int32.
-        out: [num_logits] int64; entry first + j of a request becomes first + path_rows[j]; the entries
+        out: [num_logits] int64; entry first + j of a request becomes first + path_rows[j]; the
+        entries
             past the path become their own index.
 
     """
