@@ -32,6 +32,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils": (
         "EngineArgs.create_speculative_config",
         "EngineArgs.create_engine_config",
+        "EngineArgs.add_cli_args",
     ),
     "vllm.config.vllm": ("VllmConfig.num_lookahead_tokens", "VllmConfig.use_v2_model_runner"),
     "vllm.v1.worker.gpu.spec_decode": ("init_speculator",),
@@ -214,13 +215,18 @@ def plans_ahead(builder: type) -> bool:
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Replace `owner.name` by `make(original)`, once however often it is called."""
     original = owner.__dict__[name]
-    target: Any = original.fget if isinstance(original, property) else original
+    target: Any = original
+    wrap: Callable[[Any], Any] = lambda function: function  # noqa: E731
+    if isinstance(original, property):
+        target, wrap = original.fget, property
+    elif isinstance(original, staticmethod):
+        target, wrap = original.__func__, staticmethod
     if hasattr(target, _MARK):
         return
     replacement = make(target)
     functools.update_wrapper(replacement, target)
     setattr(replacement, _MARK, target)
-    setattr(owner, name, property(replacement) if isinstance(original, property) else replacement)
+    setattr(owner, name, wrap(replacement))
 
 
 def hook_engine_args(
@@ -274,6 +280,16 @@ def hook_engine_args(
 
         return create
 
+    def add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+        def add(parser: Any) -> Any:
+            parser = original(parser)
+            for action in parser._actions:
+                if "--spec-method" in action.option_strings and action.choices:
+                    action.choices = [*action.choices, "ddtree"]
+            return parser
+
+        return add
+
     def num_lookahead_tokens(original: Callable[[Any], int]) -> Callable[[Any], int]:
         def lookahead(self: Any) -> int:
             if is_ddtree(self.speculative_config):
@@ -286,6 +302,7 @@ def hook_engine_args(
 
     _replace(EngineArgs, "create_speculative_config", create_speculative_config)
     _replace(EngineArgs, "create_engine_config", create_engine_config)
+    _replace(EngineArgs, "add_cli_args", add_cli_args)
     _replace(VllmConfig, "num_lookahead_tokens", num_lookahead_tokens)
 
 

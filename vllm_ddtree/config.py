@@ -10,7 +10,7 @@ only.
 import difflib
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
@@ -209,6 +209,19 @@ def _check_drafter(spec: "DDTreeConfig") -> int:
     return block_size
 
 
+def _refused_by_vllm(error: ValidationError | OSError, model: str) -> ValueError:
+    """One line for what vLLM's own configuration refuses."""
+    if isinstance(error, OSError):
+        return _bad("model", model, f"give a DFlash drafter ({' '.join(str(error).split())})")
+    first = error.errors()[0]
+    reason = " ".join(first["msg"].removeprefix("Value error, ").split())
+    if first["loc"] and first["loc"][0] in DFLASH_KEYS:
+        return _bad(str(first["loc"][0]), first["input"], reason)
+    if "Model architectures" in reason or model in reason:
+        return _bad("model", model, f"give a DFlash drafter ({reason})")
+    return ValueError(f"speculative_config is not valid for method ddtree: {reason}")
+
+
 def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_config: Any) -> Any:
     """A DDTreeConfig from the user's keys.
 
@@ -242,16 +255,19 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     if not isinstance(model, str) or not model:
         raise _bad("model", model, "give the DFlash drafter's folder or hub name")
     rest = {key: value for key, value in keys.items() if key in DFLASH_KEYS and key != "method"}
-    built = DDTreeConfig(
-        method="dflash",
-        num_speculative_tokens=budget,
-        budget=budget,
-        num_speculative_tokens_per_batch_size=schedule,
-        auto_budget=auto,
-        target_model_config=target_model_config,
-        target_parallel_config=target_parallel_config,
-        **rest,
-    )
+    try:
+        built = DDTreeConfig(
+            method="dflash",
+            num_speculative_tokens=budget,
+            budget=budget,
+            num_speculative_tokens_per_batch_size=schedule,
+            auto_budget=auto,
+            target_model_config=target_model_config,
+            target_parallel_config=target_parallel_config,
+            **rest,
+        )
+    except (ValidationError, OSError) as error:
+        raise _refused_by_vllm(error, model) from error
     built.block_size = _check_drafter(built)
     if depth is not None and depth >= built.block_size:
         raise _bad(
