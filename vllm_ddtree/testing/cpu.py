@@ -13,12 +13,8 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 _VARIABLES = {
     "TRITON_INTERPRET": "1",  # Triton kernels run in Python
@@ -74,20 +70,19 @@ def prepare() -> None:
 
 
 def patch_vllm() -> None:
-    """Replaces three vLLM functions that are at fault on the CPU, in this process.
+    """Replaces two vLLM functions that are at fault on the CPU, in this process.
 
     - `v1/sample/ops/topk_topp_sampler.py`: the Triton top-k/top-p kernel does not run in the
       interpreter; vLLM's own PyTorch form takes its place.
     - `models/qwen3_dflash.py` `_normalize_context_k`: the CPU `rms_norm` reads row 0 of its 2-D
       weight for every layer, so a drafter of several layers drafts worse than it should.
-    - `v1/worker/gpu/structured_outputs.py` `_apply_grammar_bitmask_kernel`: the interpreter refuses
-      its store mask; the same in PyTorch takes its place.
+
+    Also mends and quickens Triton's interpreter.
     """
     import torch
     from vllm import _custom_ops as ops
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
     from vllm.v1.sample.ops import topk_topp_sampler
-    from vllm.v1.worker.gpu import structured_outputs
 
     def normalize_context_k(self: DFlashQwen3Model, all_k: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(all_k)
@@ -97,38 +92,36 @@ def patch_vllm() -> None:
 
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
     DFlashQwen3Model._normalize_context_k = normalize_context_k
-    structured_outputs._apply_grammar_bitmask_kernel = _GrammarBitmaskKernel()
+    _mend_interpreter()
     _quicken_interpreter()
 
 
+@functools.cache
+def _mend_interpreter() -> None:
+    """Lets loads and stores take the masks of vLLM's grammar and n-gram kernels.
+
+    The interpreter keeps some int1 results as wider integers, and then refuses them as masks.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        if mask.data.dtype == bool:
+            return mask
+        return interpreter.TensorHandle((mask.data & 1).astype(bool), mask.dtype)
+
+    def masked_load(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
+        return load(self, ptrs, as_bool(mask), *args)
+
+    def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
+        return store(self, ptrs, value, as_bool(mask), cache_policy)
+
+    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+
+
 @functools.cache  # once: a second time would wrap what the first put there
-class _GrammarBitmaskKernel:
-    """vLLM's `_apply_grammar_bitmask_kernel` in PyTorch, launched in the same way."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self._apply
-
-    @staticmethod
-    def _apply(
-        logits: torch.Tensor,  # [num_logits, vocab]
-        logits_stride: int,
-        logits_indices: torch.Tensor,  # [num_masks], request * MASK_STRIDE + position
-        cu_num_logits: torch.Tensor,  # [num_reqs + 1]
-        bitmask: torch.Tensor,  # [num_masks, ceil(vocab / 32)] int32, bit set: allowed
-        bitmask_stride: int,
-        vocab_size: int,
-        MASK_STRIDE: int,
-        BLOCK_SIZE: int,
-    ) -> None:
-        requests = logits_indices.long() // MASK_STRIDE
-        rows = cu_num_logits[requests] + logits_indices % MASK_STRIDE
-        active = rows < cu_num_logits[requests + 1]
-        bits = bitmask[active].unsqueeze(-1) >> bitmask.new_tensor(range(32))
-        refused = (bits & 1).flatten(1)[:, :vocab_size] == 0
-        rows = rows[active]
-        logits[rows] = logits[rows].masked_fill(refused, -float("inf"))
-
-
 def _quicken_interpreter() -> None:
     """Spares Triton's interpreter work it repeats; results stay the same.
 
