@@ -189,6 +189,8 @@ class Bench:
                 num_speculative_tokens=law.budget,
                 enable_adaptive_verification=False,
                 rejection_sample_method="standard",
+                fly_entropy_threshold=0.3,  # read by vLLM 0.33, of no effect here
+                fly_entropy_top_k=3,
             ),
             self.device,
             self.runtime,
