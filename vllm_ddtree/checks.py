@@ -6,15 +6,22 @@ Whatever is not built is refused here by name, never silently replaced.
 
 from typing import Any
 
+from vllm import envs
+
 from vllm_ddtree.config import DDTreeConfig
 from vllm_ddtree.graphs.sizes import auto_sizes
 
 SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-UNQUANTIZED_CACHE = ("auto", "bfloat16", "float16", "float32")
 
 
 def _refuse(flag: str, value: Any, fix: str) -> None:
     raise ValueError(f"method ddtree does not support {flag}={value}: {fix}")
+
+
+def check_engine_args(engine_args: Any) -> None:
+    """Raise ValueError for what vLLM itself would refuse with advice that misleads here."""
+    if engine_args.enable_lora:
+        _refuse("--enable-lora", True, "leave it out")
 
 
 def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
@@ -28,10 +35,11 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     spec: DDTreeConfig = vllm_config.speculative_config
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if not vllm_config.use_v2_model_runner:
-        _refuse(
-            "the V1 model runner, VLLM_USE_V2_MODEL_RUNNER",
-            0,
-            "unset it, and drop what keeps vLLM from Model Runner V2 (see its warning above)",
+        if envs.VLLM_USE_V2_MODEL_RUNNER is False:
+            _refuse("the V1 model runner, VLLM_USE_V2_MODEL_RUNNER", 0, "unset it")
+        raise ValueError(
+            "method ddtree needs vLLM's Model Runner V2, and vLLM has chosen the V1 runner: its "
+            "warning above, 'Model Runner V2 ...', says why; drop what it names"
         )
     _check_target(model)
     for flag, value, one in (
@@ -45,13 +53,18 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     for flag, value in (
         ("--enable-dbo", parallel.enable_dbo),
         ("--enable-batch-sharded-sampling", parallel.enable_batch_sharded_sampling),
-        ("--enable-lora", vllm_config.lora_config is not None),
-        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
+        (
+            "--kv-transfer-config or --kv-offloading-size",
+            vllm_config.kv_transfer_config is not None,
+        ),
         ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
-        ("--enable-return-routed-experts", getattr(model, "enable_return_routed_experts", False)),
-        ("--enable-trace-replay", getattr(model, "enable_trace_replay", False)),
-        ("--return-sampling-mask", getattr(model, "return_sampling_mask", False)),
-        ("--watermark-config", getattr(vllm_config, "watermark_config", None) is not None),
+        (
+            "--enable-return-routed-experts or --aux-output-config",
+            vllm_config.aux_output_config.enabled,
+        ),
+        ("--enable-trace-replay", model.enable_trace_replay),
+        ("--return-sampling-mask", model.return_sampling_mask),
+        ("--watermark-config", vllm_config.watermark_config is not None),
         ("--enable-prompt-embeds", model.enable_prompt_embeds),
     ):
         if value:
@@ -60,9 +73,9 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     if backend is not None and backend.name not in SUPPORTED_BACKENDS:
         _refuse("--attention-backend", backend.name, f"use {' or '.join(SUPPORTED_BACKENDS[:2])}")
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in UNQUANTIZED_CACHE:
+    if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto")
-    _check_token_budget(vllm_config, spec)
+    _check_token_budget(engine_args, vllm_config, spec)
     if spec.auto_budget:
         _plan_graphs(engine_args, vllm_config.compilation_config)
 
@@ -94,23 +107,39 @@ def _check_target(model: Any) -> None:
             )
 
 
-def _check_token_budget(vllm_config: Any, spec: DDTreeConfig) -> None:
-    """A verify step and a draft block of one request at least must fit a batch."""
+def _check_token_budget(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) -> None:
+    """A verify step of one request, and the draft forward of all, must fit a batch."""
     scheduler = vllm_config.scheduler_config
-    tokens = scheduler.max_num_batched_tokens
-    needed = max(spec.budget + 1, spec.block_size)
+    tokens, rows = scheduler.max_num_batched_tokens, spec.budget + 1
+    # vLLM 0.32 takes the draft's slots off every request's share of a batch.
+    slots = spec.max_num_new_slots_for_drafting
+    needed = max(rows + slots, spec.block_size)
     if tokens < needed:
         raise ValueError(
             f"--max-num-batched-tokens={tokens} is too small for method ddtree with "
             f"budget={spec.budget}: a request needs {needed} tokens a step; raise it to at least "
             f"{needed} or lower budget"
         )
+    for flag, value in (
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
+    ):
+        if value and value < rows:
+            raise ValueError(
+                f"{flag}={value} is too small for method ddtree with budget={spec.budget}: a "
+                f"request verifies {rows} tokens a step; leave it out, raise it to at least "
+                f"{rows} or lower budget"
+            )
     # The draft forward of a full batch runs in buffers of max_num_batched_tokens.
-    active = getattr(scheduler, "max_num_active_seqs", None) or scheduler.max_num_seqs
-    if active * spec.block_size > tokens:
+    fitting = tokens // spec.block_size
+    if hasattr(scheduler, "max_num_active_seqs"):
+        # vLLM has lowered it as if every request drafted its lookahead, budget + 1 tokens.
+        asked = engine_args.max_num_active_seqs or scheduler.max_num_seqs
+        scheduler.max_num_active_seqs = min(asked, fitting)
+    elif scheduler.max_num_seqs > fitting:
         raise ValueError(
-            f"--max-num-seqs={active} with the drafter's block_size={spec.block_size} needs "
-            f"{active * spec.block_size} draft tokens a step, more than "
-            f"--max-num-batched-tokens={tokens}: raise it to at least {active * spec.block_size} "
-            f"or lower --max-num-seqs to {tokens // spec.block_size}"
+            f"--max-num-seqs={scheduler.max_num_seqs} with the drafter's "
+            f"block_size={spec.block_size} needs {scheduler.max_num_seqs * spec.block_size} draft "
+            f"tokens a step, more than --max-num-batched-tokens={tokens}: raise it to at least "
+            f"{scheduler.max_num_seqs * spec.block_size} or lower --max-num-seqs to {fitting}"
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.34", prereleases=True)
 
@@ -72,7 +72,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.spec_decode.speculator": ("DraftModelSpeculator.load_model",),
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager.capture",),
-    "vllm.v1.worker.gpu.cudagraph_utils": ("CudaGraphManager._init_candidates",),
+    "vllm.v1.worker.gpu.cudagraph_utils": (
+        "CudaGraphManager._init_candidates",
+        "build_dynamic_sd_schedule_lookup",
+    ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler": (
         "RejectionSampler._get_logprobs_tensors",
         "gather_draft_sampled",
@@ -114,14 +117,25 @@ class SeamError(RuntimeError):
 
 
 def vllm_version() -> Version:
-    """Version of the vLLM in this process."""
+    """Version of the vLLM in this process.
+
+    Raises:
+        SeamError: it is no version (a source tree that was never built says "dev").
+
+    """
     import vllm
 
-    return Version(vllm.__version__)
+    try:
+        return Version(vllm.__version__)
+    except InvalidVersion as error:
+        raise SeamError(
+            f"vllm-ddtree supports vllm {SUPPORTED_VLLM}, but this one calls itself "
+            f"{vllm.__version__!r}: install a released vllm of that range"
+        ) from error
 
 
 def _members(source: Path) -> set[str]:
-    """Names bound at the top of a module, and "Class.member" for its classes."""
+    """Names bound at the top of a module (imported ones too), and "Class.member" of its classes."""
     names: set[str] = set()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -134,6 +148,8 @@ def _members(source: Path) -> set[str]:
                 names.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(prefix + node.target.id)
+            elif isinstance(node, ast.ImportFrom):
+                names.update(prefix + (alias.asname or alias.name) for alias in node.names)
             elif isinstance(node, ast.If):
                 visit(node.body, prefix)
                 visit(node.orelse, prefix)
@@ -168,7 +184,10 @@ def check() -> None:
         if source is None:
             missing.append(module)
             continue
-        present = _members(source) if names else set()
+        try:
+            present = _members(source)
+        except (OSError, SyntaxError):
+            present = set()
         missing += [f"{module}.{name}" for name in names if name not in present]
     if missing:
         raise SeamError(
@@ -229,9 +248,15 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, wrap(replacement))
 
 
+def _method(engine_args: Any) -> str | None:
+    """The speculative method that EngineArgs ask for."""
+    return engine_args.spec_method or (engine_args.speculative_config or {}).get("method")
+
+
 def hook_engine_args(
     make_config: Callable[[dict[str, Any], Any, Any], Any],
     is_ddtree: Callable[[Any], bool],
+    begin: Callable[[Any], None],
     finish: Callable[[Any, Any], None],
 ) -> None:
     """Let `method: ddtree` through where configurations are made.
@@ -239,6 +264,7 @@ def hook_engine_args(
     Args:
         make_config: (user's keys, target ModelConfig, target ParallelConfig) -> speculative config.
         is_ddtree: whether a speculative config is DDTree's.
+        begin: (EngineArgs) -> None; checks what vLLM would answer with advice that misleads.
         finish: (EngineArgs, VllmConfig) -> None; checks the whole configuration, raising
         ValueError.
 
@@ -249,7 +275,7 @@ def hook_engine_args(
     def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
             keys = dict(self.speculative_config or {})
-            if (self.spec_method or keys.get("method")) != "ddtree":
+            if _method(self) != "ddtree":
                 return original(
                     self,
                     target_model_config=target_model_config,
@@ -273,6 +299,8 @@ def hook_engine_args(
 
     def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _method(self) == "ddtree":
+                begin(self)
             vllm_config = original(self, *args, **kwargs)
             if is_ddtree(vllm_config.speculative_config):
                 finish(self, vllm_config)
@@ -326,6 +354,7 @@ def hook_runner(
     make_speculator: Callable[..., Any],
     make_model_state: Callable[..., Any],
     core_ready: Callable[[Any], None],
+    auto_tiers: Callable[[Any], list[int] | None],
 ) -> None:
     """Let Model Runner V2 build DDTree's speculator and model state.
 
@@ -334,6 +363,8 @@ def hook_runner(
         make_speculator: (VllmConfig, device) -> speculator.
         make_model_state: (VllmConfig, model, encoder cache, device) -> model state.
         core_ready: called with an EngineCore that is about to serve.
+        auto_tiers: for the schedule of `"budget": "auto"` every budget that it may choose, after a
+            leading 0; None for other schedules.
 
     """
     from vllm.v1.engine.core import EngineCore
@@ -346,7 +377,17 @@ def hook_runner(
 
         return init
 
+    def tiers(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        def lookup(schedule: Any, *args: Any, **kwargs: Any) -> list[int]:
+            return auto_tiers(schedule) or original(schedule, *args, **kwargs)
+
+        return lookup
+
     _replace(EngineCore, "__init__", engine_core_init)
+    # Only the graph manager's use: which decode lengths get graphs.
+    _replace_in_module(
+        "vllm.v1.worker.gpu.cudagraph_utils", (), "build_dynamic_sd_schedule_lookup", tiers
+    )
     runner = "vllm.v1.worker.gpu.model_runner"
 
     def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -158,7 +158,8 @@ def check_keys(keys: dict[str, Any]) -> None:
             raise _bad(key, value, "use draft_tensor_parallel_size")
         elif key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its keys are {', '.join(known)}"
+            own = ", ".join((*OWN_KEYS, *DFLASH_KEYS))
+            hint = f"did you mean {near[0]!r}?" if near else f"its keys are {own}"
             raise _bad(key, value, f"there is no such key; {hint}")
 
 
@@ -215,9 +216,11 @@ def _refused_by_vllm(error: ValidationError | OSError, model: str) -> ValueError
         return _bad("model", model, f"give a DFlash drafter ({' '.join(str(error).split())})")
     first = error.errors()[0]
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
+    if reason.startswith("Model architectures"):
+        return _bad("model", model, "give a DFlash drafter; this is no draft model")
     if first["loc"] and first["loc"][0] in DFLASH_KEYS:
         return _bad(str(first["loc"][0]), first["input"], reason)
-    if "Model architectures" in reason or model in reason:
+    if model in reason:
         return _bad("model", model, f"give a DFlash drafter ({reason})")
     return ValueError(f"speculative_config is not valid for method ddtree: {reason}")
 

@@ -19,7 +19,7 @@ from vllm_ddtree.attention.install import install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
 from vllm_ddtree.commit.kv import KVCompactor
 from vllm_ddtree.runtime import Step
-from vllm_ddtree.sampler.chain_requests import needs_chain
+from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
 
 logger = init_logger("vllm.ddtree")
@@ -53,11 +53,13 @@ class DDTreeStateMixin:
             )
         self.runtime = runtime.of(vllm_config)
         self.runtime.attention_form = install_tree_attention(vllm_config, self.runtime)
-        self.compactors: list[tuple[int, KVCompactor]] = []
+        self._kv_cache_groups: list[tuple[int, list[str]]] = []
+        # Made when first needed: vLLM also allocates a small cache to profile graphs, and drops it.
+        self._compactors: list[tuple[int, KVCompactor]] | None = None
         # Requests that verify a chain inside the tree's rows, by slot.
         self._chain = UvaBackedTensor(vllm_config.scheduler_config.max_num_seqs, torch.int32)
         self._chain_stale = False
-        self._all_chain = bool(vllm_config.model_config.logits_processors)
+        self._all_chain = False
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """Note whether the request's sampling reads preceding rows as its own tokens."""
@@ -75,14 +77,24 @@ class DDTreeStateMixin:
             self._chain_stale = False
 
     def initialize_kv_cache(self, kv_cache_config: Any, block_tables: Any) -> None:
-        """Collect the target's caches for compaction, group by group."""
+        """Note which of the target's layers each KV group holds."""
         super().initialize_kv_cache(kv_cache_config, block_tables)  # type: ignore[misc]
-        layers = target_layers(self.vllm_config)  # type: ignore[attr-defined]
-        self.compactors = []
-        for gid, group in enumerate(kv_cache_config.kv_cache_groups):
-            caches = [layers[name].kv_cache for name in group.layer_names if name in layers]
-            if caches:
-                self.compactors.append((gid, KVCompactor(caches)))
+        self._kv_cache_groups = [
+            (gid, list(group.layer_names))
+            for gid, group in enumerate(kv_cache_config.kv_cache_groups)
+        ]
+        self._compactors = None
+
+    def compactors(self) -> list[tuple[int, KVCompactor]]:
+        """(KV group, compactor of the target's caches in it)."""
+        if self._compactors is None:
+            layers = target_layers(self.vllm_config)  # type: ignore[attr-defined]
+            self._compactors = []
+            for gid, names in self._kv_cache_groups:
+                caches = [layers[name].kv_cache for name in names if name in layers]
+                if caches:
+                    self._compactors.append((gid, KVCompactor(caches)))
+        return self._compactors
 
     def prepare_attn(
         self,
@@ -151,6 +163,7 @@ class DDTreeStateMixin:
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """vLLM's sampler, and the tree rejection sampler over it."""
+        self._all_chain = has_custom_processors(sampler)
         return sampler, TreeRejectionSampler(
             sampler,
             self.vllm_config.speculative_config,  # type: ignore[attr-defined]
@@ -168,7 +181,7 @@ class DDTreeStateMixin:
         rt, step = self.runtime, self.runtime.step
         if step.verified:
             assert step.slot_mappings is not None and step.query_start_loc is not None
-            for gid, compactor in self.compactors:
+            for gid, compactor in self.compactors():
                 compactor.compact(
                     step.slot_mappings[gid],
                     step.query_start_loc,

@@ -30,7 +30,7 @@ def register() -> None:
         _refusal = str(error)
         logger.warning("vllm-ddtree: %s. Method 'ddtree' is refused.", _refusal)
     try:
-        compat.hook_engine_args(_make_config, _is_ddtree, _finish)
+        compat.hook_engine_args(_make_config, _is_ddtree, _begin, _finish)
     except (ImportError, KeyError) as error:
         logger.error("vllm-ddtree: cannot hook vLLM's EngineArgs (%s); not active.", error)
 
@@ -44,7 +44,7 @@ def install() -> None:
     """
     if _refusal is not None:
         raise ValueError(f"method 'ddtree' cannot be used: {_refusal}")
-    compat.hook_runner(_is_ddtree, _make_speculator, _make_model_state, _core_ready)
+    compat.hook_runner(_is_ddtree, _make_speculator, _make_model_state, _core_ready, _auto_tiers)
 
 
 def _is_ddtree(speculative_config: Any) -> bool:
@@ -58,6 +58,12 @@ def _make_config(keys: dict[str, Any], target_model: Any, target_parallel: Any) 
     from vllm_ddtree.config import make_config
 
     return make_config(keys, target_model, target_parallel)
+
+
+def _begin(engine_args: Any) -> None:
+    from vllm_ddtree.checks import check_engine_args
+
+    check_engine_args(engine_args)
 
 
 def _finish(engine_args: Any, vllm_config: Any) -> None:
@@ -83,3 +89,12 @@ def _core_ready(engine_core: Any) -> None:
         from vllm_ddtree.budget import auto, cost
 
         auto.attach(engine_core, engine_core.model_executor.collective_rpc(cost.measure)[0])
+
+
+def _auto_tiers(schedule: Any) -> list[int] | None:
+    from vllm_ddtree.budget.auto import TIERS
+    from vllm_ddtree.config import AUTO_SCHEDULE
+
+    if [tuple(entry) for entry in schedule] != AUTO_SCHEDULE:
+        return None
+    return [0, *TIERS]

@@ -105,5 +105,7 @@ def test_attach_counts_and_passes_on() -> None:
 
 def test_attach_without_graphs_leaves_the_schedule() -> None:
     scheduler = SimpleNamespace(make_spec_decoding_stats=None, dynamic_sd_lookup=[0, 31])
-    attach(SimpleNamespace(scheduler=scheduler, vllm_config=None), Costs())
+    spec = SimpleNamespace(num_speculative_tokens_per_batch_size=[(1, 1, 31)])
+    config = SimpleNamespace(speculative_config=spec)
+    attach(SimpleNamespace(scheduler=scheduler, vllm_config=config), Costs())
     assert scheduler.dynamic_sd_lookup == [0, 31]

@@ -168,7 +168,7 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
         (model_runner.init_speculator, ("device", "states")),
         (model_runner.init_model_state, ("model", "cache", "device")),
     ):
-        seen = []
+        seen: list[Any] = []
         cell = next(
             c for c in factory.__closure__ if c.cell_contents is factory._vllm_ddtree_original
         )

@@ -9,6 +9,7 @@ very choices.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,7 +134,7 @@ def distinct_walk(
     kinds, kind = torch.unique(choices.view(num_reqs, -1), dim=0, return_inverse=True)
     n, rows = kinds.shape
     starts = torch.arange(n + 1, dtype=torch.int32) * rows
-    out = [t[:n].clone() for t in (sampled, num_sampled, path_rows, path_lens)]
+    to, count, steps, lens = (t[:n].clone() for t in (sampled, num_sampled, path_rows, path_lens))
     walk(
         kinds.reshape(-1),
         drafts[: n * rows],
@@ -141,10 +142,18 @@ def distinct_walk(
         idx_mapping[:n],
         starts,
         starts,
-        *out,
+        to,
+        count,
+        steps,
+        lens,
         torch.arange(n * rows),
     )
-    for whole, part in zip((sampled, num_sampled, path_rows, path_lens), out, strict=True):
+    for whole, part in (
+        (sampled, to),
+        (num_sampled, count),
+        (path_rows, steps),
+        (path_lens, lens),
+    ):
         whole[:num_reqs] = part[kind]
 
 
@@ -160,7 +169,7 @@ class Bench:
         vocab, rows = law.probs.shape[1], law.budget + 1
         states = RequestState(num_reqs, 1 << 10, num_reqs * rows, law.budget, vocab, self.device)
         self.sampler = Sampler(
-            SimpleNamespace(reasoning_config=None),  # type: ignore[arg-type]
+            SimpleNamespace(reasoning_config=None),
             num_reqs,
             vocab,
             self.device,
@@ -185,7 +194,7 @@ class Bench:
         self.runtime.trees.parents[:] = torch.tensor(law.parents, dtype=torch.int32)
         self.tree_sampler = TreeRejectionSampler(
             self.sampler,
-            SimpleNamespace(  # type: ignore[arg-type]
+            SimpleNamespace(
                 num_speculative_tokens=law.budget,
                 enable_adaptive_verification=False,
                 rejection_sample_method="standard",
@@ -223,10 +232,10 @@ class Bench:
             seq_lens=put(np.full(n, start + rows), torch.int32),
             seq_lens_cpu_upper_bound=torch.full((n,), start + rows, dtype=torch.int32),
         )
-        return self.tree_sampler(self.logits.repeat(n, 1), batch)  # type: ignore[arg-type]
+        return self.tree_sampler(self.logits.repeat(n, 1), batch)
 
 
-def chi_square(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
+def chi_square(counts: Mapping[Any, int], law: Mapping[Any, float]) -> float:
     """p-value of Pearson's test; outcomes expected fewer than five times are taken together."""
     total = sum(counts.values())
     assert set(counts) <= set(law), "a token that the target never chooses"

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_ddtree.attention.metadata import tree_builder
-from vllm_ddtree.checks import SUPPORTED_BACKENDS, UNQUANTIZED_CACHE
+from vllm_ddtree.checks import SUPPORTED_BACKENDS
 from vllm_ddtree.runtime import Runtime
 
 
@@ -84,8 +84,16 @@ def check_layer(name: str, layer: Any) -> None:
         raise _refuse(name, "chunked attention", elsewhere)
     if layer.head_size_v != layer.head_size:
         raise _refuse(name, "value heads of another size than key heads", elsewhere)
-    if layer.kv_cache_dtype not in UNQUANTIZED_CACHE:
+    if layer.kv_cache_torch_dtype != layer.dtype:
         raise _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype auto")
+    if layer.kv_sharing_target_layer_name is not None:
+        raise _refuse(name, "a KV cache shared with another layer", elsewhere)
+    if getattr(impl, "fa4_hd256", False):
+        raise _refuse(
+            name,
+            "FlashAttention 4 with heads of 256",
+            "set --attention-backend to TRITON_ATTN",
+        )
 
 
 def target_layers(vllm_config: Any) -> dict[str, Any]:

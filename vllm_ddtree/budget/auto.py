@@ -129,7 +129,10 @@ def attach(engine_core: Any, costs: Costs) -> None:
     """
     scheduler = engine_core.scheduler
     if not costs.rounds:
-        logger.warning("ddtree: no CUDA graphs to measure; budget=auto keeps its prior schedule.")
+        logger.warning(
+            "ddtree: no CUDA graphs to measure; budget=auto keeps %s (first, last request, nodes)",
+            engine_core.vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+        )
         return
     auto = AutoBudget(costs, engine_core.vllm_config.scheduler_config.max_num_seqs)
     counted = scheduler.make_spec_decoding_stats

@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--drafter", default=str(models / "nano-dflash"), help="DFlash drafter")
     parser.add_argument(
-        "--budget", type=int, default=31, help="tree nodes a round, root not counted"
+        "--budget", type=int, default=31, help="tree nodes a round (1 to 255), root not counted"
     )
     parser.add_argument("--chain", type=int, default=7, help="draft tokens a round of the chain")
     parser.add_argument("--max-tokens", type=int, default=64, help="new tokens a prompt")
@@ -52,6 +52,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="prompt (repeat for several; default: four of Python code)",
     )
     arguments = parser.parse_args(argv)
+    if not 1 <= arguments.budget <= 255:
+        parser.error(f"--budget: {arguments.budget} is not between 1 and 255")
     for option in ("target", "drafter"):
         if not (Path(getattr(arguments, option)) / "config.json").is_file():
             parser.error(f"--{option}: no model in {getattr(arguments, option)}")

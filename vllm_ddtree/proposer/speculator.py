@@ -61,6 +61,7 @@ class DDTreeSpeculator(DFlashSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, rt: runtime.Runtime) -> None:
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.runtime = rt
+        self._schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         super().__init__(_draft_view(vllm_config), device)
         self.tree_tokens = torch.zeros(
             self.max_num_reqs, rt.budget, dtype=torch.int64, device=device
@@ -87,9 +88,9 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.query_cudagraph_manager = manager
         rt = self.runtime
         logger.info_once(
-            "method=ddtree budget=%d depth=%d top_k=%d block_size=%d drafter=%s "
+            "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
             "attention=%s graphs=%s (verify %d tokens a request, draft %d, draft graphs %s)",
-            rt.budget,
+            self._budget_in_words(),
             rt.depth,
             rt.top_k,
             rt.block_size,
@@ -100,6 +101,13 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.block_size,
             chosen.name,
         )
+
+    def _budget_in_words(self) -> str:
+        """The budget of the start-up line: a number, a schedule, or auto."""
+        spec: Any = self.speculative_config
+        if spec.auto_budget:
+            return f"auto (up to {spec.budget})"
+        return str(self._schedule or spec.budget)
 
     def _generate_draft(
         self,

@@ -24,3 +24,14 @@ def needs_chain(sampling_params: Any) -> bool:
         or getattr(p, "thinking_token_budget", None) is not None
         or getattr(p, "repetition_detection", None) is not None
     )
+
+
+def has_custom_processors(sampler: Any) -> bool:
+    """Whether a sampler runs logits processors of the user's: given to the engine, or installed as
+    entry points (vLLM's v1/worker/gpu/sample/logits_processor/loader.py)."""
+    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+    from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+
+    own = (LogitBiasState, PenaltiesState, BadWordsState)
+    return any(not isinstance(processor, own) for processor in sampler.logits_processors)

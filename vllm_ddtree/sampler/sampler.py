@@ -69,39 +69,24 @@ class TreeRejectionSampler(RejectionSampler):
             batch.expanded_local_pos,
             self.sampler.req_states.prefill_len.gpu,
         )
-        positions = runtime.rows.positions[batch.logits_indices]
-        max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
-        choices, processed = self._choose(
-            logits, batch, drafts, positions, max_num_logprobs != NO_LOGPROBS
-        )
-
+        checked = drafts if invalid_drafts is None else drafts.masked_fill(invalid_drafts, -1)
         num_reqs = batch.num_reqs
-        sampled = choices.new_empty(num_reqs, runtime.depth + 1)
-        num_sampled = choices.new_empty(num_reqs, dtype=torch.int32)
-        walk(
-            choices,
-            drafts if invalid_drafts is None else drafts.masked_fill(invalid_drafts, -1),
-            runtime.trees.parents,
-            batch.idx_mapping,
-            batch.cu_num_logits,
-            batch.query_start_loc,
-            sampled,
-            num_sampled,
-            runtime.path_rows,
-            runtime.path_lens,
-            runtime.rows.path,
-        )
-        runtime.step.verified = True
-
-        logprobs = None
-        if max_num_logprobs != NO_LOGPROBS:
-            logprobs = self._path_logprobs(
-                logits if processed is None else processed,
-                batch,
-                sampled,
-                num_sampled,
-                max_num_logprobs,
+        sampled = torch.empty(num_reqs, runtime.depth + 1, dtype=torch.int64, device=logits.device)
+        num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
+        max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        # In chunks of requests, as vLLM does, to bound the float32 copy of the logits.
+        limit = get_max_chunk_logits(logits.shape[1])
+        cu = batch.cu_num_logits_np
+        chunks = [(0, num_reqs)]
+        if logits.shape[0] > limit:
+            chunks = compat.request_chunks(cu, limit)
+        logprobs = [
+            self._verify_chunk(
+                logits, batch, start, end, drafts, checked, sampled, num_sampled, max_num_logprobs
             )
+            for start, end in chunks
+        ]
+        runtime.step.verified = True
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled,
             batch.seq_lens,
@@ -111,72 +96,76 @@ class TreeRejectionSampler(RejectionSampler):
         )
         return SamplerOutput(
             sampled_token_ids=sampled,
-            logprobs_tensors=logprobs,
+            logprobs_tensors=_join(logprobs, cu),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
 
-    def _choose(
+    def _verify_chunk(
         self,
         logits: torch.Tensor,  # [num_logits, vocab]
         batch: InputBatch,
+        start: int,
+        end: int,
         drafts: torch.Tensor,  # [num_logits]
-        positions: torch.Tensor,  # [num_logits] int64
-        return_logprobs: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The target's own choice at every row, [num_logits] int64, and the processed logits if
-        logprobs are to be taken from them. In chunks of requests, as vLLM does, to bound the fp32
-        copy."""
-        keep_processed = return_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        limit = get_max_chunk_logits(logits.shape[1])
-        cu = batch.cu_num_logits_np
-        chunks = [(0, batch.num_reqs)]
-        if logits.shape[0] > limit:
-            chunks = compat.request_chunks(cu, limit)
-        seq_lens_np = batch.seq_lens_cpu_upper_bound.numpy()
-        choices, kept = [], []
-        for start, end in chunks:
-            lo, hi = int(cu[start]), int(cu[end])
-            chosen, processed = self.sampler.sample(
-                logits[lo:hi],
-                batch.expanded_idx_mapping[lo:hi],
-                batch.idx_mapping[start:end],
-                batch.idx_mapping_np[start:end],
-                positions[lo:hi],
-                drafts[lo:hi],
-                batch.expanded_local_pos[lo:hi],
-                seq_lens_np[start:end],
-                return_logprobs=return_logprobs,
-            )
-            choices.append(chosen)
-            if keep_processed:
-                kept.append(processed)
-        one = len(choices) == 1
-        all_processed = (kept[0] if one else torch.cat(kept)) if kept else None
-        return (choices[0] if one else torch.cat(choices)), all_processed
-
-    def _path_logprobs(
-        self,
-        logits: torch.Tensor,  # [num_logits, vocab]
-        batch: InputBatch,
-        sampled: torch.Tensor,  # [num_reqs, depth + 1]
-        num_sampled: torch.Tensor,  # [num_reqs]
+        checked: torch.Tensor,  # [num_logits], -1 where a draft may not be accepted
+        sampled: torch.Tensor,  # [num_reqs, depth + 1], written for the chunk
+        num_sampled: torch.Tensor,  # [num_reqs], written for the chunk
         max_num_logprobs: int,
     ) -> LogprobsTensors | None:
-        """Logprobs of the emitted tokens, each from the row that chose it."""
-        runtime = self.runtime
-        rows = path_logit_rows(
-            runtime.path_rows,
-            runtime.path_lens,
-            batch.cu_num_logits,
-            torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device),
+        """Choose at every row of requests start to end, walk, and take the emitted tokens'
+        logprobs, each from the row that chose it."""
+        runtime, cu = self.runtime, batch.cu_num_logits_np
+        lo, hi = int(cu[start]), int(cu[end])
+        return_logprobs = max_num_logprobs != NO_LOGPROBS
+        choices, processed = self.sampler.sample(
+            logits[lo:hi],
+            batch.expanded_idx_mapping[lo:hi],
+            batch.idx_mapping[start:end],
+            batch.idx_mapping_np[start:end],
+            runtime.rows.positions[batch.logits_indices[lo:hi]],
+            drafts[lo:hi],
+            batch.expanded_local_pos[lo:hi],
+            batch.seq_lens_cpu_upper_bound.numpy()[start:end],
+            return_logprobs=return_logprobs,
         )
+        cu_num_logits = batch.cu_num_logits[start : end + 1] - lo if start else batch.cu_num_logits
+        walk(
+            choices,
+            checked[lo:hi],
+            runtime.trees.parents,
+            batch.idx_mapping[start:end],
+            cu_num_logits,
+            batch.query_start_loc[start : end + 1],
+            sampled[start:end],
+            num_sampled[start:end],
+            runtime.path_rows[start:end],
+            runtime.path_lens[start:end],
+            runtime.rows.path,
+        )
+        if not return_logprobs:
+            return None
+        rows = path_logit_rows(
+            runtime.path_rows[start:end],
+            runtime.path_lens[start:end],
+            cu_num_logits[: end - start + 1],
+            torch.empty(hi - lo, dtype=torch.int64, device=logits.device),
+        )
+        use_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         return self._get_logprobs_tensors(
-            sampled,
-            num_sampled,
-            logits[rows],
-            batch.cu_num_logits,
-            batch.cu_num_logits_np,
+            sampled[start:end],
+            num_sampled[start:end],
+            (processed if use_processed else logits[lo:hi])[rows],
+            cu_num_logits[: end - start + 1],
+            cu[start : end + 1] - lo,
             max_num_logprobs,
         )
+
+
+def _join(chunks: list[LogprobsTensors | None], cu_num_logits: Any) -> LogprobsTensors | None:
+    """Logprobs of the whole batch; cu_num_logits is NumPy int32 [num_reqs + 1]."""
+    there = [chunk for chunk in chunks if chunk is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    return LogprobsTensors.cat(there, cu_num_generated_tokens=cu_num_logits.tolist())
