@@ -65,7 +65,7 @@ def check_layer(name: str, layer: Any) -> None:
     if layer.attn_type != AttentionType.DECODER:
         raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
     backend = layer.attn_backend.get_name()
-    base = _tree_impl(backend)[0].__mro__[1] if backend in SUPPORTED_BACKENDS else None
+    base = _tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_BACKENDS else None
     if base is None or not isinstance(impl, base):
         raise _refuse(
             name,

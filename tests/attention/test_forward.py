@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend's own rows, the prefix and the tail put together, batch by batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+from tests.attention.tree_cases import Batch, Request, chunk, make_batch, tree
+from vllm_ddtree.attention.forward import TreeForwardMixin
+from vllm_ddtree.attention.metadata import TreeMetadata
+from vllm_ddtree.attention.reference import tree_attention_reference
+from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
+
+
+def reference(batch: Batch, tail_lens: torch.Tensor) -> torch.Tensor:
+    return tree_attention_reference(
+        batch.query,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        tail_lens,
+        batch.row_masks,
+        batch.scale,
+    )
+
+
+class CausalBackend:
+    """Stands for a backend's own implementation; counts its calls."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.calls = batch, 0
+        self.num_kv_heads = batch.key.shape[1]
+        self.num_heads, self.head_size = batch.query.shape[1:]
+        self.num_queries_per_kv = self.num_heads // self.num_kv_heads
+        self.scale = batch.scale
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        self.calls += 1
+        output = args[6]
+        output.copy_(reference(self.batch, torch.zeros_like(self.batch.tail_lens)))
+        return output
+
+
+class TreeBackend(TreeForwardMixin, CausalBackend):
+    tree_prefix: Any = TreeTritonAttentionImpl.tree_prefix
+
+
+def run(batch: Batch, requests: list[Request], with_tree: bool, fresh: bool) -> Any:
+    impl = TreeBackend(batch)
+    num_rows = int(batch.query_start_loc[-1])
+    plain = any(r.tail_len != r.query_len for r in requests)
+    part = TreeMetadata(
+        masks=batch.row_masks,
+        tail_lens=batch.tail_lens,
+        prefix_lens=batch.prefix_lens,
+        max_tail=8,
+        has_plain_rows=plain,
+        in_graph=False,
+    )
+    metadata = SimpleNamespace(
+        tree=part if with_tree else None,
+        num_actual_tokens=num_rows,
+        query_start_loc=batch.query_start_loc,
+        block_table=batch.block_table,
+        slot_mapping=batch.slot_mapping,
+    )
+    # [num_blocks, Hkv, block_size, K | V]
+    cache = torch.cat([batch.k_cache, batch.v_cache], dim=-1).transpose(1, 2)
+    output = torch.full_like(batch.query, 7.0)
+    key, value = (batch.key, batch.value) if fresh else (None, None)
+    result = impl.forward(torch.nn.Module(), batch.query, key, value, cache, metadata, output)
+    assert result is output
+    return impl, output[:num_rows]
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "paged"])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [tree(20, 8), tree(3, 5)],
+        [tree(20, 8), chunk(0, 9), chunk(17, 1), tree(33, 2)],
+        [tree(5, 8, before=3)],
+    ],
+    ids=["trees", "mixed", "rows before the tree"],
+)
+def test_trees_and_other_rows(requests: list[Request], fresh: bool) -> None:
+    batch = make_batch(requests)
+    impl, output = run(batch, requests, with_tree=True, fresh=fresh)
+    expected = reference(batch, batch.tail_lens)[: output.shape[0]]
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    # The backend's own pass runs only where rows outside trees need it.
+    assert impl.calls == any(r.tail_len != r.query_len for r in requests)
+
+
+def test_without_trees_the_backend_alone() -> None:
+    requests = [chunk(0, 9), chunk(17, 1)]
+    batch = make_batch(requests)
+    impl, output = run(batch, requests, with_tree=False, fresh=True)
+    assert impl.calls == 1
+    assert torch.equal(output, reference(batch, batch.tail_lens)[: output.shape[0]])
+
+
+def test_the_real_classes_put_the_mixin_first() -> None:
+    assert TreeTritonAttentionImpl.forward is TreeForwardMixin.forward
+    assert TreeTritonAttentionImpl.__bases__[-1] is TritonAttentionImpl
