@@ -8,10 +8,9 @@ from typing import Any
 
 from vllm import envs
 
+from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS
 from vllm_ddtree.config import DDTreeConfig
 from vllm_ddtree.graphs.sizes import auto_sizes
-
-SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 
 
 def _refuse(flag: str, value: Any, fix: str) -> None:

@@ -14,16 +14,14 @@ from pydantic import Field, ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_ddtree import compat
+from vllm_ddtree import compat, hooks
+from vllm_ddtree.budget.auto import SCHEDULE
 
 MAX_BUDGET = 255
 MAX_TOP_K = 64
 MAX_BLOCK_SIZE = 32
 DEFAULT_BUDGET = 31
 DEFAULT_TOP_K = 16
-
-# `"budget": "auto"` until the machine has been measured; it also names the budgets that get graphs.
-AUTO_SCHEDULE = [(1, 2, 63), (3, 8, 31), (9, 16, 15), (17, 64, 7), (65, 128, 3), (129, 4096, 0)]
 
 # Keys of our own, and keys of `method: dflash` that keep their meaning.
 OWN_KEYS = ("budget", "budget_per_batch_size", "top_k", "num_speculative_tokens")
@@ -89,14 +87,7 @@ class DDTreeConfig(SpeculativeConfig):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Unpickled in an engine or worker process: that process needs the runner's hooks.
         self.__dict__.update(state)
-        from vllm_ddtree.plugin import install
-
-        install()
-
-
-def is_ddtree(speculative_config: Any) -> bool:
-    """Whether a speculative configuration is DDTree's."""
-    return isinstance(speculative_config, DDTreeConfig)
+        hooks.install()
 
 
 def _bad(key: str, value: Any, fix: str) -> ValueError:
@@ -232,9 +223,6 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
         ValueError: one line naming the key, its value and the fix.
 
     """
-    from vllm_ddtree.plugin import install
-
-    install()
     keys = {key.replace("-", "_"): value for key, value in keys.items()}
     check_keys(keys)
     auto = keys.get("budget") == "auto"
@@ -242,7 +230,7 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     if auto:
         if schedule is not None:
             raise _bad("budget", "auto", "leave out budget_per_batch_size, which auto replaces")
-        schedule = AUTO_SCHEDULE
+        schedule = SCHEDULE
         del keys["budget"]
     budget = _whole(keys, "budget", 1, MAX_BUDGET, None)
     if schedule is not None:

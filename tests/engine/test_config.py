@@ -348,11 +348,9 @@ def test_other_targets(
 
 
 @pytest.fixture
-def registered_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def registered_anew() -> Iterator[Callable[[], None]]:
     """`register()` as in a new process, under whatever the test replaces in `compat`."""
     from vllm_ddtree import compat, plugin
-
-    monkeypatch.setattr(plugin, "_refusal", None)
 
     def register() -> None:
         compat.check.cache_clear()

@@ -140,10 +140,10 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu import model_runner, model_states, spec_decode
 
-    from vllm_ddtree import plugin
+    from vllm_ddtree import hooks, plugin
 
     plugin.register()
-    plugin.install()
+    hooks.install()
     for owner, name in (
         (EngineArgs, "create_speculative_config"),
         (EngineArgs, "create_engine_config"),

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_ddtree.attention.metadata import tree_builder
-from vllm_ddtree.checks import SUPPORTED_BACKENDS
+from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS
 from vllm_ddtree.runtime import Runtime
 
 

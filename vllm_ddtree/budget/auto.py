@@ -16,6 +16,8 @@ logger = init_logger("vllm.ddtree")
 
 TIERS = (63, 31, 15, 7, 3, 0)
 """Budgets to choose from; vLLM captures graphs for each."""
+SCHEDULE = [(1, 2, 63), (3, 8, 31), (9, 16, 15), (17, 64, 7), (65, 128, 3), (129, 4096, 0)]
+"""(first, last running request, budget) until the machine has been measured."""
 PRIOR = {0: 0.0, 3: 1.6, 7: 2.2, 15: 2.6, 31: 3.0, 63: 3.25}
 """Accepted nodes before anything is known: a middling drafter, in the proportions that the trained
 pairs of different strength have in common."""

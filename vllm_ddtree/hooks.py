@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts DDTree into the model runner of a process in which a DDTree configuration exists."""
+
+from typing import Any
+
+from vllm_ddtree import compat
+
+
+def install() -> None:
+    """Hook Model Runner V2 in this process. Idempotent.
+
+    Raises:
+        ValueError: this vLLM is not supported.
+
+    """
+    try:
+        compat.check()
+    except compat.SeamError as error:
+        raise ValueError(f"method 'ddtree' cannot be used: {error}") from error
+    compat.hook_runner(is_ddtree, _make_speculator, _make_model_state, _core_ready, _auto_tiers)
+
+
+def is_ddtree(speculative_config: Any) -> bool:
+    """Whether a speculative configuration is DDTree's; by name, so that it need not be imported."""
+    return type(speculative_config).__name__ == "DDTreeConfig"
+
+
+def _make_speculator(vllm_config: Any, device: Any) -> Any:
+    from vllm_ddtree.proposer.speculator import make_speculator
+
+    return make_speculator(vllm_config, device)
+
+
+def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
+    from vllm_ddtree.model_state import make_model_state
+
+    return make_model_state(vllm_config, model, encoder_cache, device)
+
+
+def _core_ready(engine_core: Any) -> None:
+    if engine_core.vllm_config.speculative_config.auto_budget:
+        from vllm_ddtree.budget import auto, cost
+
+        auto.attach(engine_core, engine_core.model_executor.collective_rpc(cost.measure)[0])
+
+
+def _auto_tiers(schedule: Any) -> list[int] | None:
+    from vllm_ddtree.budget.auto import SCHEDULE, TIERS
+
+    return [0, *TIERS] if [tuple(entry) for entry in schedule] == SCHEDULE else None
