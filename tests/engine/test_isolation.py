@@ -95,7 +95,7 @@ def test_an_unused_plugin_changes_nothing(without: dict[str, Any]) -> None:
     # The model runner is hooked, and the rest of the plugin imported, by a DDTree configuration.
     assert not hooked["model_runner"]
     ours = [n for n in hooked["imported"] if not n.startswith("vllm_ddtree.testing")]
-    assert ours == ["vllm_ddtree.compat", "vllm_ddtree.plugin"]
+    assert ours == ["vllm_ddtree.compat", "vllm_ddtree.hooks", "vllm_ddtree.plugin"]
     for name in ("none", "dflash", "ngram"):
         assert unused[name] == without[name]
     assert without["none"]["counts"][0] == 0
