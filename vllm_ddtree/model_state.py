@@ -51,7 +51,7 @@ class DDTreeStateMixin:
                 f"method ddtree does not support target {vllm_config.model_config.model!r}: its "
                 "positions have several axes (M-RoPE); use method dflash"
             )
-        self.runtime = runtime.of(vllm_config)
+        self.runtime = runtime.take(vllm_config)
         self.runtime.attention_form = install_tree_attention(vllm_config, self.runtime)
         self._kv_cache_groups: list[tuple[int, list[str]]] = []
         # Made when first needed: vLLM also allocates a small cache to profile graphs, and drops it.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one engine's DDTree parts share: the trees by request slot and the rows of the present step.
 
-A runtime belongs to one model runner. It is found by the identity of that runner's VllmConfig and
-goes with it, so engines that live one after another (or side by side) in a process never meet.
+A runtime belongs to one model runner. The runner's parts find it by the identity of their
+VllmConfig, so engines that live one after another (or side by side) in a process never meet.
 """
 
 import weakref
@@ -62,7 +62,7 @@ _runtimes: dict[int, Runtime] = {}
 
 
 def create(vllm_config: Any, device: torch.device) -> Runtime:
-    """A runtime for this configuration's runner, kept until the configuration is collected."""
+    """A runtime for this configuration's runner, kept until taken or the configuration goes."""
     spec = vllm_config.speculative_config
     scheduler = vllm_config.scheduler_config
     max_num_reqs, max_num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
@@ -82,6 +82,10 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
     return runtime
 
 
-def of(vllm_config: Any) -> Runtime:
-    """The runtime created for exactly this configuration object."""
-    return _runtimes[id(vllm_config)]
+def take(vllm_config: Any) -> Runtime:
+    """The runtime created for exactly this configuration object; handed over once.
+
+    From here on it lives and goes with the runner's own parts, whoever else may keep the
+    configuration.
+    """
+    return _runtimes.pop(id(vllm_config))
