@@ -210,7 +210,21 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
                 out["runs"].append({**run, "cycle": cycle, "repeat": repeat})
                 print_run(run)
                 report.write(out, args.out)
+            if args.profile and cycle == args.cycles - 1 and not time_is_up():
+                write_profiles(llm, name, prompts[0], args)
         report.write(out, args.out, plots=True)
+
+
+def write_profiles(
+    llm: LLM, name: str, prompts: list[list[int]], args: argparse.Namespace
+) -> None:
+    """profile-ENGINE.json: rounds of the engine kernel by kernel, at each --profile."""
+    from benchmarks.profile import profile_rounds
+
+    profiles = [profile_rounds(llm, prompts[:n]) for n in args.profile]
+    for found in profiles:
+        print(name, {k: v for k, v in found.items() if k != "kernels"}, flush=True)
+    (args.out / f"profile-{name}.json").write_text(json.dumps(profiles, indent=1))
 
 
 def load_server(args: argparse.Namespace, out: dict[str, Any]) -> None:
@@ -251,6 +265,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--capture-requests", type=int, nargs="+", help="CUDA graphs for so many requests each")
     add("--llm", type=json.loads, default={}, help="JSON of more LLM() arguments")
     add("--engine-llm", type=json.loads, default={}, help="JSON: engine name -> more of them")
+    add("--profile", type=int, nargs="+", default=[], help="profile rounds of so many requests")
     add("--in-process", action="store_true", help="engine core in this process")
     add("--time-limit", type=float, help="start no run after so many seconds")
     add("--server", help="URL of a running server, instead of engines")
@@ -269,6 +284,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 parser.error(str(error))
             if spec and not spec["model"]:
                 parser.error(f"engine {name} needs DRAFTER")
+    if args.profile and max(args.profile) > num_requests(max(args.concurrency), args):
+        parser.error("--profile needs as many prompts as a run of the largest --concurrency has")
     if args.server and args.cycles != 1:
         parser.error("--cycles is for engines")
     return args
@@ -281,6 +298,8 @@ def main() -> None:
     else:
         if args.in_process:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if args.profile:
+            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function goes to the worker
         arguments = {key: str(value) for key, value in vars(args).items()}
         out = {"info": {**machine(), "arguments": arguments}, "engines": {}, "runs": []}
         (load_server if args.server else load_engines)(args, out)

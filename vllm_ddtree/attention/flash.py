@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-from vllm_ddtree.attention.forward import TreeForwardMixin
+from vllm_ddtree.attention.forward import tree_forward
 from vllm_ddtree.attention.metadata import TreeMetadata
 
 FORM = "FlashAttention prefix + Triton tail"
 
 
-class TreeFlashAttentionImpl(TreeForwardMixin, FlashAttentionImpl):
+class TreeFlashAttentionImpl(FlashAttentionImpl):
     """FlashAttention for rows outside trees and for prefixes."""
+
+    plain_forward = FlashAttentionImpl.forward
+    forward = tree_forward
 
     def tree_prefix(
         self,
@@ -28,7 +31,7 @@ class TreeFlashAttentionImpl(TreeForwardMixin, FlashAttentionImpl):
         tree: TreeMetadata,
         output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TreeForwardMixin.tree_prefix`."""
+        """See `tree_forward`."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         return flash_attn_varlen_func(

@@ -9,90 +9,66 @@ from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.tail import tail_attention
 
 
-class TreeForwardMixin:
-    """Over a vLLM `AttentionImpl` whose cache is [num_blocks, Hkv, block_size, K | V].
+def tree_forward(
+    self: Any,
+    layer: torch.nn.Module,
+    query: torch.Tensor,  # [T, Hq, Dh]
+    key: torch.Tensor | None,  # [T, Hkv, Dh]; None: the cache holds them already
+    value: torch.Tensor | None,
+    kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * Dh]
+    attn_metadata: Any,
+    output: torch.Tensor,  # [T, Hq, Dh]
+    output_scale: torch.Tensor | None = None,
+    output_block_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`AttentionImpl.forward` (v1/attention/backend.py) of a backend whose cache is [num_blocks, Hkv,
+    block_size, K | V].
 
-    The backend's own forward serves rows outside trees, `tree_prefix` the prefix of tree rows, and
-    one kernel of ours adds their ancestors.
+    The implementation is a subclass of the backend's (by single inheritance, so that a layer's own
+    object can become one), with its forward as `plain_forward`, which serves rows outside trees,
+    and `tree_prefix(query, key_cache, value_cache, attn_metadata, tree, output)`, the attention of
+    the tree rows to the keys before their tree:
+
+        query, output           [T, Hq, Dh]; output may be written to if all rows are in trees
+        key_cache, value_cache  [num_blocks, block_size, Hkv, Dh], any strides
+        returns                 output and log-sum-exp as `tail_attention` takes them
     """
-
-    head_size: int
-    scale: float
-
-    def tree_prefix(
-        self,
-        query: torch.Tensor,  # [T, Hq, Dh]
-        key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, Dh]
-        value_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, Dh]
-        attn_metadata: Any,
-        tree: TreeMetadata,
-        output: torch.Tensor,  # [T, Hq, Dh]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of the tree rows to the keys before their tree.
-
-        Args:
-            query: the batch's queries.
-            key_cache: keys of the layer's cache, any strides.
-            value_cache: values of the layer's cache, any strides.
-            attn_metadata: the backend's metadata.
-            tree: the tree part of it.
-            output: may be written to if the batch has no rows outside trees.
-
-        Returns:
-            Output and log-sum-exp as `tail_attention` takes them.
-
-        """
-        raise TypeError(f"{type(self).__name__} has no prefix pass")
-
-    def forward(
-        self,
-        layer: torch.nn.Module,
-        query: torch.Tensor,  # [T, Hq, Dh]
-        key: torch.Tensor | None,  # [T, Hkv, Dh]; None: the cache holds them already
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * Dh]
-        attn_metadata: Any,
-        output: torch.Tensor,  # [T, Hq, Dh]
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionImpl.forward` (v1/attention/backend.py)."""
-        tree = getattr(attn_metadata, "tree", None)
-        if tree is None or tree.has_plain_rows:
-            super().forward(  # type: ignore[misc]
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        if tree is None:
-            return output
-        n = attn_metadata.num_actual_tokens
-        query, out = query[:n], output[:n]
-        # (B, H, N, 2*D) -> ((B, N, H, D), (B, N, H, D))
-        key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        prefix_out, prefix_lse = self.tree_prefix(
-            query, key_cache, value_cache, attn_metadata, tree, out
-        )
-        fresh = key is not None and value is not None
-        tail_attention(
+    tree = getattr(attn_metadata, "tree", None)
+    if tree is None or tree.has_plain_rows:
+        self.plain_forward(
+            layer,
             query,
-            key[:n] if fresh else key_cache,  # type: ignore[index]
-            value[:n] if fresh else value_cache,  # type: ignore[index]
-            tree.masks[:n],
-            attn_metadata.query_start_loc,
-            tree.tail_lens,
-            prefix_out,
-            prefix_lse,
-            out,
-            self.scale,
-            tree.max_tail,
-            slot_mapping=None if fresh else attn_metadata.slot_mapping,
-            small_tiles=not tree.in_graph,
+            key,
+            value,
+            kv_cache,
+            attn_metadata,
+            output,
+            output_scale,
+            output_block_scale,
         )
+    if tree is None:
         return output
+    n = attn_metadata.num_actual_tokens
+    query, out = query[:n], output[:n]
+    # (B, H, N, 2*D) -> ((B, N, H, D), (B, N, H, D))
+    key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+    prefix_out, prefix_lse = self.tree_prefix(
+        query, key_cache, value_cache, attn_metadata, tree, out
+    )
+    fresh = key is not None and value is not None
+    tail_attention(
+        query,
+        key[:n] if fresh else key_cache,  # type: ignore[index]
+        value[:n] if fresh else value_cache,  # type: ignore[index]
+        tree.masks[:n],
+        attn_metadata.query_start_loc,
+        tree.tail_lens,
+        prefix_out,
+        prefix_lse,
+        out,
+        self.scale,
+        tree.max_tail,
+        slot_mapping=None if fresh else attn_metadata.slot_mapping,
+        small_tiles=not tree.in_graph,
+    )
+    return output

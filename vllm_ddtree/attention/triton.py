@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-from vllm_ddtree.attention.forward import TreeForwardMixin
+from vllm_ddtree.attention.forward import tree_forward
 from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
 
@@ -22,8 +22,11 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class TreeTritonAttentionImpl(TreeForwardMixin, TritonAttentionImpl):
+class TreeTritonAttentionImpl(TritonAttentionImpl):
     """vLLM's Triton attention for rows outside trees."""
+
+    plain_forward = TritonAttentionImpl.forward
+    forward = tree_forward
 
     def tree_prefix(
         self,
@@ -34,7 +37,7 @@ class TreeTritonAttentionImpl(TreeForwardMixin, TritonAttentionImpl):
         tree: TreeMetadata,
         output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TreeForwardMixin.tree_prefix`."""
+        """See `tree_forward`."""
         segments = choose_num_segments(
             attn_metadata.block_table.shape[0],
             self.num_kv_heads,

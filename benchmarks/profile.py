@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU does in a round: time by kernel, and the gaps in which it waits.
+
+`profile_rounds` lets N requests decode together and records a few rounds in the worker that runs
+them, with the CUDA activity of `torch.profiler` alone, so that the host is slowed as little as
+possible. Needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 where the engine core is another process (a
+function is sent to it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Event = tuple[str, float, float]
+"""Name, start and end in microseconds."""
+
+ROUND_MARK = "_prepare_pos_seq_lens_kernel"
+"""vLLM launches it once a step (v1/worker/gpu/input_batch.py)."""
+GAP = 3.0
+"""Microseconds from which idle time counts as a gap: less lies between any two kernels."""
+
+OURS = {
+    "top-k": ("_group_max_kernel", "_top_k_kernel"),
+    "build": ("_build_trees_kernel", "_build_kernel"),
+    "rows": ("_prepare_rows_kernel",),
+    "tail": ("_tail_attention_kernel",),
+    "walk": ("_walk_kernel",),
+    "compact": ("_compact_kernel",),
+    "context": ("_gather_context_kernel",),
+}
+"""Kernels of this project by the columns of benchmarks/kernels.py."""
+
+
+def start(worker: Any) -> None:
+    """Begin recording in a worker."""
+    import torch
+
+    worker._ddtree_profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    )
+    torch.cuda.synchronize()
+    worker._ddtree_profile.start()
+
+
+def stop(worker: Any) -> str:
+    """End recording; JSON list of [name, start, end] of what ran on the GPU."""
+    import torch
+
+    torch.cuda.synchronize()
+    profile = worker._ddtree_profile
+    profile.stop()
+    del worker._ddtree_profile
+    found = []
+    for event in profile.profiler.kineto_results.events():
+        if "CUDA" in str(event.device_type()):
+            begin = event.start_ns() / 1e3
+            found.append((event.name(), begin, begin + event.duration_ns() / 1e3))
+    return json.dumps(found)
+
+
+def split_rounds(events: Iterable[Event], mark: str = ROUND_MARK) -> list[list[Event]]:
+    """The events of each whole round, in order; what comes before the first mark is dropped, and
+    the last round, which may be cut short."""
+    rounds: list[list[Event]] = []
+    for event in sorted(events, key=lambda e: e[1]):
+        if mark in event[0]:
+            rounds.append([])
+        if rounds:
+            rounds[-1].append(event)
+    return rounds[:-1]
+
+
+def gaps(events: Sequence[Event]) -> list[tuple[float, str, str]]:
+    """(microseconds, kernel before, kernel after) of every stretch of idle GPU of `GAP` or more."""
+    found = []
+    end, before = events[0][2], events[0][0]
+    for name, begin, stop_ in events[1:]:
+        if begin - end >= GAP:
+            found.append((begin - end, before, name))
+        if stop_ > end:
+            end, before = stop_, name
+    return found
+
+
+def summarise(events: Iterable[Event]) -> dict[str, Any]:
+    """Medians over the rounds: length, idle time, time and launches by kernel (microseconds)."""
+    rounds = split_rounds(events)
+    if len(rounds) < 2:
+        return {"rounds": len(rounds)}
+    lengths = [b[0][1] - a[0][1] for a, b in itertools.pairwise(rounds)]
+    # A gap at a round's end shows only with the next round's first event.
+    idle = [gaps([*a, b[0]]) for a, b in itertools.pairwise(rounds)]
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for index, events_ in enumerate(rounds):
+        for name, begin, end in events_:
+            by_name.setdefault(name, [0.0] * len(rounds))[index] += end - begin
+    times = {name: statistics.fmean(each) for name, each in by_name.items()}
+    counts: dict[str, float] = defaultdict(float)
+    for events_ in rounds:
+        for name, _, _ in events_:
+            counts[name] += 1 / len(rounds)
+    ours = {
+        label: sum(t for name, t in times.items() if name.split("(")[0] in names)
+        for label, names in OURS.items()
+    }
+    middle = sorted(range(len(idle)), key=lambda i: sum(g[0] for g in idle[i]))[len(idle) // 2]
+    return {
+        "rounds": len(rounds),
+        "round_us": statistics.median(lengths),
+        "idle_us": statistics.median(sum(gap for gap, _, _ in each) for each in idle),
+        "gaps": [(round(gap, 1), a[:60], b[:60]) for gap, a, b in idle[middle]],
+        "ours_us": {label: round(t, 2) for label, t in ours.items() if t},
+        "launches": round(sum(counts.values()), 1),
+        "kernels": [
+            (name[:120], round(t, 1), round(counts[name], 1))
+            for name, t in sorted(times.items(), key=lambda item: -item[1])
+        ],
+    }
+
+
+def profile_rounds(
+    llm: LLM, prompts: Sequence[list[int]], seconds: float = 0.25, settle: float = 0.5
+) -> dict[str, Any]:
+    """Profile `seconds` of decoding of all prompts at once, after `settle` seconds.
+
+    Args:
+        llm: an engine with nothing to do.
+        prompts: token ids; their number is the concurrency.
+        seconds: of recording.
+        settle: from the last first token to the recording.
+
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    # Few enough steps from the front: results of a delta a step would load the host.
+    params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True, detokenize=False)
+    names = [f"profile-{i}" for i in range(len(prompts))]
+    length = min(len(p) for p in prompts)
+    room = engine.model_config.max_model_len - max(len(p) for p in prompts) - 1
+    params.max_tokens = min(room, 4096)
+    assert length > 0
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    seen: set[str] = set()
+    while len(seen) < len(names) and engine.has_unfinished_requests():
+        seen |= {output.request_id for output in engine.step()}
+
+    def decode(duration: float) -> None:
+        end = time.perf_counter() + duration
+        while time.perf_counter() < end and engine.has_unfinished_requests():
+            engine.step()
+
+    decode(settle)
+    llm.collective_rpc(start)
+    decode(seconds)
+    events = json.loads(llm.collective_rpc(stop)[0])
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {"concurrency": len(prompts), **summarise(map(tuple, events))}
