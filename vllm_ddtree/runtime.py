@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_ddtree.attention.rows import RowBuffers
+from vllm_ddtree.budget.meter import Meter
 from vllm_ddtree.tree.buffers import TreeBuffers
 
 
@@ -48,6 +49,7 @@ class Runtime:
     """[max_num_reqs, depth + 1] int32: tree row of each path element, root first."""
     path_lens: torch.Tensor
     """[max_num_reqs] int32: path elements, root included."""
+    meter: Meter
     step: Step = field(default_factory=Step)
     attention_form: str = ""
     """How the target verifies, in words (start-up line)."""
@@ -56,6 +58,11 @@ class Runtime:
     def num_rows(self) -> int:
         """Rows of a request's tree: root and nodes."""
         return self.budget + 1
+
+    @property
+    def max_path(self) -> int:
+        """Rows of the longest path, root included."""
+        return min(self.depth, self.budget) + 1
 
 
 _runtimes: dict[int, Runtime] = {}
@@ -75,6 +82,7 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
         rows=RowBuffers(max_num_tokens, max_num_reqs, spec.budget, device),
         path_rows=torch.zeros(max_num_reqs, spec.depth + 1, dtype=torch.int32, device=device),
         path_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
+        meter=Meter(spec.budget, device),
     )
     key = id(vllm_config)
     _runtimes[key] = runtime
