@@ -77,13 +77,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "build_dynamic_sd_schedule_lookup",
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler": (
-        "RejectionSampler._get_logprobs_tensors",
         "gather_draft_sampled",
         "get_max_chunk_logits",
         "_iter_request_chunks",
     ),
     # Used as they are.
-    "vllm.v1.worker.gpu.sample.sampler": ("Sampler.sample",),
+    "vllm.v1.worker.gpu.sample.sampler": ("Sampler.sample", "Sampler.get_logprobs_dims"),
+    "vllm.v1.worker.gpu.sample.logprob": ("compute_topk_scores",),
     "vllm.v1.worker.gpu.input_batch": ("get_num_sampled_and_rejected", "InputBatch"),
     "vllm.v1.worker.gpu.metrics.logits": ("get_num_nans",),
     "vllm.v1.worker.gpu.buffer_utils": ("UvaBackedTensor",),
