@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.tail import tail_attention
 
 
