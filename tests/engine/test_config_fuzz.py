@@ -5,6 +5,7 @@ what was given, or one line says which key, which value and what to do.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -113,7 +114,7 @@ def test_every_value(key: str) -> None:
         if is_right(key, value):
             made({key: value})
         else:
-            message = refusal(lambda value=value: made({key: value}))
+            message = refusal(functools.partial(made, {key: value}))
             assert f"{key}={value!r} is not valid for method ddtree: " in message
             assert message.startswith("speculative_config: ")
 
@@ -142,18 +143,18 @@ def test_keys_together(seed: int) -> None:
         if not wrong and (both := conflict(keys)):
             wrong = [both]
         if wrong:
-            message = refusal(lambda keys=keys: made(keys))
+            message = refusal(functools.partial(made, keys))
             assert any(f"{key}={keys[key]!r} is not valid" in message for key in wrong), keys
             refused += 1
             continue
         spec = made(keys)
         budget, schedule = keys.get("budget"), keys.get("budget_per_batch_size")
-        largest = max(nodes for _, _, nodes in schedule) if schedule else 31
-        expected = 63 if budget == "auto" else largest if schedule or budget is None else budget
+        auto = budget == "auto" or (budget is None and schedule is None)
+        expected = 63 if auto else max(nodes for _, _, nodes in schedule) if schedule else budget
         assert spec.budget == spec.num_speculative_tokens == expected
         assert spec.top_k == min(keys.get("top_k") or 16, expected)
         assert spec.depth == (keys.get("num_speculative_tokens") or 7)
-        assert spec.auto_budget == (budget == "auto")
+        assert spec.auto_budget == auto
         built += 1
     assert built > 10 and refused > 10
 

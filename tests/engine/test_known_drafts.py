@@ -195,7 +195,7 @@ def batches(plain: Outcome, plan: Plan) -> list[dict[str, Request]]:
 @pytest.fixture(scope="module")
 def answers(engine: LLM, plain: Outcome) -> dict[Plan, dict[str, Any]]:
     """By plan of the drafts."""
-    result = {}
+    result: dict[Plan, dict[str, Any]] = {}
     for plan in PLANS:
         with known_drafts(engine, plain.sequences, plan):
             result[plan] = ask(engine, batches(plain, plan))
