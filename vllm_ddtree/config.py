@@ -77,9 +77,10 @@ class DDTreeConfig(SpeculativeConfig):
         return own and self.block_size - 1
 
     def __repr__(self) -> str:
+        budget = "auto" if self.auto_budget else self.budget
         return (
             f"SpeculativeConfig(method='ddtree', model={self.draft_model_config.model!r}, "
-            f"budget={'auto' if self.auto_budget else self.budget}, depth={self.depth}, top_k={self.top_k}, "
+            f"budget={budget}, depth={self.depth}, top_k={self.top_k}, "
             f"block_size={self.block_size})"
         )
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.attention.tree_cases import Batch, Request, chunk, make_batch, tree
-from vllm_ddtree.attention.forward import TreeForwardMixin
+from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
+from vllm_ddtree.attention.forward import tree_forward
 from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.reference import tree_attention_reference
 from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
@@ -41,14 +43,15 @@ class CausalBackend:
         self.num_queries_per_kv = self.num_heads // self.num_kv_heads
         self.scale = batch.scale
 
-    def forward(self, *args: Any) -> torch.Tensor:
+    def plain_forward(self, *args: Any) -> torch.Tensor:
         self.calls += 1
         output = args[6]
         output.copy_(reference(self.batch, torch.zeros_like(self.batch.tail_lens)))
         return output
 
 
-class TreeBackend(TreeForwardMixin, CausalBackend):
+class TreeBackend(CausalBackend):
+    forward: Any = tree_forward
     tree_prefix: Any = TreeTritonAttentionImpl.tree_prefix
 
 
@@ -107,6 +110,17 @@ def test_without_trees_the_backend_alone() -> None:
     assert torch.equal(output, reference(batch, batch.tail_lens)[: output.shape[0]])
 
 
-def test_the_real_classes_put_the_mixin_first() -> None:
-    assert TreeTritonAttentionImpl.forward is TreeForwardMixin.forward
-    assert TreeTritonAttentionImpl.__bases__[-1] is TritonAttentionImpl
+@pytest.mark.parametrize(
+    ("tree_class", "base"),
+    [
+        (TreeTritonAttentionImpl, TritonAttentionImpl),
+        (TreeFlashAttentionImpl, FlashAttentionImpl),
+    ],
+)
+def test_a_layer_can_become_a_tree_layer(tree_class: type, base: Any) -> None:
+    """A loaded layer's implementation is given its new class: the layouts must agree."""
+    impl = object.__new__(base)
+    impl.scale = 0.5
+    impl.__class__ = tree_class
+    assert impl.forward.__func__ is tree_forward
+    assert impl.plain_forward.__func__ is base.forward

@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.budget.test_acceptance import Rounds
 from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
 from vllm_ddtree.budget.cost import Costs
@@ -84,9 +86,9 @@ def test_observed_rounds_correct_the_costs() -> None:
     costs = Costs({(8, 16): 10.0, (16, 16): 12.0, (64, 128): 50.0, (1, 1): 4.0})
     for _ in range(200):
         costs.observe(7, 12, 15.0)  # in the graph of 16
-    assert abs(costs.round_ms(7, 16) - 15.0) < 0.2
+    assert costs.round_ms(7, 16) == pytest.approx(15.0, abs=0.2)
     # Unseen shapes near it run on the same machine; far ones tell nothing.
-    assert abs(costs.round_ms(15, 16) - 18.0) < 0.3
+    assert costs.round_ms(15, 16) == pytest.approx(18.0, abs=0.3)
     assert costs.round_ms(63, 128) == 50.0 and costs.round_ms(0, 1) == 4.0
     before = costs.round_ms(7, 16)
     costs.observe(7, 16, 500.0)  # a pause
@@ -144,10 +146,12 @@ def test_watch_leaves_mixed_steps_and_pauses_out() -> None:
 
 def test_attach_passes_outputs_on() -> None:
     seen = []
-    scheduler = SimpleNamespace(
-        update_from_output=lambda *given: seen.append(given) or "outputs",
-        dynamic_sd_lookup=[0, 1],
-    )
+
+    def update(*given: object) -> str:
+        seen.append(given)
+        return "outputs"
+
+    scheduler = SimpleNamespace(update_from_output=update, dynamic_sd_lookup=[0, 1])
     core = SimpleNamespace(
         scheduler=scheduler,
         model_executor=Executor([]),

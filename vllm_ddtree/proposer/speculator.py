@@ -167,14 +167,15 @@ class DDTreeSpeculator(DFlashSpeculator):
         """Draft trees for the batch.
 
         The drafter's context is the accepted path's rows in path order: vLLM drops the last
-        `num_rejected` rows of each request, so the path is gathered to the front first.
+        `num_rejected` rows of each request, so the path is gathered to the front first, where it
+        is not there already.
 
         Returns:
             [num_reqs, budget] int64, the trees' tokens in row order.
 
         """
         step = self.runtime.step
-        if aux_hidden_states and step.verified:
+        if aux_hidden_states and step.verified and not step.as_chains:
             if step.has_plain_rows:
                 path = self.runtime.rows.path[: input_batch.num_tokens]
                 aux_hidden_states = [states[path] for states in aux_hidden_states]

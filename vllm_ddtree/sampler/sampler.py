@@ -142,7 +142,7 @@ class TreeRejectionSampler(RejectionSampler):
             runtime.path_rows[start:end],
             runtime.path_lens[start:end],
             runtime.rows.path,
-            runtime.trees.chain,
+            runtime.uncounted if runtime.step.as_chains else runtime.trees.chain,
             runtime.meter.counts[1:],
         )
         if logprobs_dims is None:

@@ -111,23 +111,25 @@ def _walk_kernel(
     current = tl.full((), 0, tl.int32)
     length = tl.full((), 0, tl.int32)
     alive = current == 0
-    if counts_ptr is not None:
-        counted = (num_rows > 1) & (tl.load(chain_ptr + slot) == 0)
-        tl.atomic_add(counts_ptr + num_rows - 1, 1, mask=counted)
+    on_path = tl.zeros([BLOCK], tl.int64)
     for j in range(0, max_len):
         choice = tl.load(choices_ptr + first + current).to(tl.int64)
         tl.store(path_rows_ptr + req * path_rows_stride + j, current, mask=alive)
         tl.store(path_ptr + base + j, base + current, mask=alive)
         tl.store(sampled_ptr + req * sampled_stride + j, choice, mask=alive)
         length += alive.to(tl.int32)
-        if counts_ptr is not None:
-            tl.atomic_add(counts_ptr + counts_stride + current, 1, mask=alive & counted)
+        on_path = tl.where((row == current) & alive, 1, on_path)
         # Siblings have distinct tokens, so at most one row matches.
         child = tl.max(tl.where((parent == current) & (draft == choice), row, -1), axis=0)
         alive = alive & (child >= 0)
         current = tl.where(alive, child, current)
     tl.store(path_lens_ptr + req, length)
     tl.store(num_sampled_ptr + req, length)
+    if counts_ptr is not None:
+        counted = ((num_rows > 1) & (tl.load(chain_ptr + slot) == 0)).to(tl.int64)
+        tl.atomic_add(counts_ptr + num_rows - 1, counted, sem="relaxed")
+        accepted = counts_ptr + counts_stride + row
+        tl.atomic_add(accepted, on_path * counted, mask=is_row, sem="relaxed")
 
 
 def path_logit_rows(

@@ -17,9 +17,8 @@ end behind it by one, which are exactly the keys that do not beat the winner's.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.tree.buffers import TreeBuffers
+from vllm_ddtree.tree.buffers import MAX_DEPTH, TreeBuffers
 
-MAX_DEPTH = 31
 MAX_TOP_K = 64
 
 
@@ -69,6 +68,7 @@ def build_trees(
         trees.num_nodes,
         trees.chain,
         trees.intervals,
+        trees.spines,
         probabilities,
         NUM_ROWS=trees.num_rows,
         BLOCK=max(32, triton.next_power_of_2(trees.num_rows)),
@@ -150,6 +150,7 @@ def _build_trees_kernel(
     num_nodes_ptr,  # int32 [S]
     chain_ptr,  # int32 [S]
     intervals_ptr,  # int32 [S, 2, N]
+    spines_ptr,  # int32 [S, 31]
     probabilities_ptr,  # int64 [N] or None
     NUM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -225,6 +226,14 @@ def _build_trees_kernel(
         top = tl.max(pending, axis=0)
         new += 1
 
+    level = tl.arange(0, 32)
+    spine = tl.load(
+        token_ids_ptr + batch_row * token_ids_stride_r + level.to(tl.int64) * token_ids_stride_d,
+        mask=level < DEPTH_LIMIT,
+        other=0,
+    )
+    tl.store(spines_ptr + slot * 31 + level, spine.to(tl.int32), mask=level < DEPTH_LIMIT)
+
     num_nodes = new - 1
     tl.store(num_nodes_ptr + slot, num_nodes)
     valid = row <= num_nodes
@@ -232,7 +241,8 @@ def _build_trees_kernel(
     if probabilities_ptr is not None:
         # `cumulative` is 0 for the root, so its count is the number of trees.
         share = (tl.exp(cumulative) * 1048576.0).to(tl.int64)
-        tl.atomic_add(probabilities_ptr + row, share, mask=valid & siblings)
+        share = tl.where(valid & siblings, share, 0)
+        tl.atomic_add(probabilities_ptr + row, share, mask=row < NUM_ROWS, sem="relaxed")
     depth = (won >> DEPTH_AT) & 31
     token = tl.load(
         token_ids_ptr
