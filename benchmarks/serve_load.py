@@ -208,10 +208,11 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
                 "start s": round(time.perf_counter() - started, 1),
             }
             print(name, out["engines"][name], flush=True)
-            kinds = [(name, None)] + [(f"{name} sampled", args.sampling)] * bool(args.sampling)
-            for (label, sampling), repeat, n in itertools.product(
-                kinds, range(args.repeats), args.concurrency
-            ):
+            runs = [(name, None, n) for n in args.concurrency]
+            if args.sampling:
+                counts = args.sampling_concurrency or args.concurrency
+                runs += [(f"{name} sampled", args.sampling, n) for n in counts]
+            for repeat, (label, sampling, n) in itertools.product(range(args.repeats), runs):
                 if time_is_up():
                     print(f"time is up: {name} cut at repeat {repeat}, concurrency {n}", flush=True)
                     break
@@ -272,6 +273,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=Path, help='JSON Lines of {"prompt": ...} instead of Python files')
     add("--dataset", type=json.loads, help="JSON of `vllm bench`'s options, dataset-name first")
     add("--sampling", type=json.loads, help="JSON: every run again with these SamplingParams")
+    add("--sampling-concurrency", type=int, nargs="+", help="of these runs; default: --concurrency")
     add("--min-requests", type=int, default=8, help="fewest requests of a run")
     add("--waves", type=int, default=2, help="requests of a run = waves x concurrency")
     add("--seed", type=int, default=0)
