@@ -52,7 +52,7 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, model: Path, more: str = "") -> Iterator[Server]:
+def serving(folder: Path, model: Path, more: str = "", budget: int = 12) -> Iterator[Server]:
     """A server of `model` with nano's drafter and `more` lines of YAML; files go to `folder`."""
     cpu.set_environment()
     config, log = folder / "serve.yaml", folder / "server.log"
@@ -68,7 +68,7 @@ def serving(folder: Path, model: Path, more: str = "") -> Iterator[Server]:
         "speculative-config:\n"
         "  method: ddtree\n"
         f"  model: {NANO.drafter}\n"
-        "  budget: 12\n" + more
+        f"  budget: {budget}\n" + more
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

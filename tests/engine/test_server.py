@@ -83,8 +83,8 @@ def test_echo_and_logprobs(server: Server, plain: Result) -> None:
     # A limit of one token, and one sample of several.
     one = server.whole(path, prompt=PROMPTS[0], temperature=0, max_tokens=1)
     assert one["usage"]["completion_tokens"] == 1
-    three = server.whole(path, prompt=PROMPTS[0], n=3, **SEEDED)["choices"]
-    assert len({choice["text"] for choice in three}) == 3
+    two = server.whole(path, prompt=PROMPTS[0], n=2, max_tokens=6, **SEEDED)["choices"]
+    assert len({choice["text"] for choice in two}) == 2
 
 
 def test_requests_at_once(server: Server, plain: Result) -> None:
