@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.tail import tail_attention
 
 
@@ -21,8 +20,8 @@ def tree_forward(
     output_scale: torch.Tensor | None = None,
     output_block_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`AttentionImpl.forward` (v1/attention/backend.py) of a backend whose cache is [num_blocks, Hkv,
-    block_size, K | V].
+    """`AttentionImpl.forward` (v1/attention/backend.py) of a backend whose cache is
+    [num_blocks, Hkv, block_size, K | V].
 
     The implementation is a subclass of the backend's (by single inheritance, so that a layer's own
     object can become one), with its forward as `plain_forward`, which serves rows outside trees,
@@ -31,7 +30,10 @@ def tree_forward(
 
         query, output           [T, Hq, Dh]; output may be written to if all rows are in trees
         key_cache, value_cache  [num_blocks, block_size, Hkv, Dh], any strides
-        returns                 output and log-sum-exp as `tail_attention` takes them
+        returns                 output and log-sum-exp as `tail_attention` takes them, of scores
+                                with the layer's window and soft-cap, without its sinks
+
+    Both passes read the layer's `tree_variant`; the implementation's `sinks` join in the tail.
     """
     tree = getattr(attn_metadata, "tree", None)
     if tree is None or tree.has_plain_rows:
@@ -70,5 +72,9 @@ def tree_forward(
         tree.max_tail,
         slot_mapping=None if fresh else attn_metadata.slot_mapping,
         small_tiles=not tree.in_graph,
+        positions=tree.positions,
+        window=self.tree_variant.tail_window,
+        soft_cap=self.tree_variant.soft_cap,
+        sinks=self.sinks,
     )
     return output

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our prefix kernel as a backend's prefix pass, with the buffers it writes to."""
+
+import functools
+from typing import Any
+
+import torch
+from vllm.triton_utils import triton
+
+from vllm_ddtree.attention.metadata import TreeMetadata
+from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
+
+FORM = "Triton prefix + Triton tail"
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 elsewhere."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def max_segments(window: int) -> int:
+    """Segments that a sliding window is worth: 128 keys each, at most 16; a power of two."""
+    return min(16, triton.next_power_of_2(triton.cdiv(window, 128))) if window else 16
+
+
+def triton_prefix(
+    self: Any,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    attn_metadata: Any,
+    tree: TreeMetadata,
+    output: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tree_prefix` of any implementation (see `tree_forward`)."""
+    variant = self.tree_variant
+    segments = choose_num_segments(
+        attn_metadata.block_table.shape[0],
+        self.num_kv_heads,
+        tree.max_tail,
+        self.num_queries_per_kv,
+        _num_sms(output.device),
+        max_segments(variant.window),
+    )
+    # Inside a FULL graph these come from the graph's own pool.
+    shape = (segments, self.num_heads, query.shape[0])
+    prefix_out = output.new_empty(segments, *output.shape, dtype=torch.float32)
+    prefix_lse = output.new_empty(shape, dtype=torch.float32)
+    prefix_attention(
+        query,
+        key_cache,
+        value_cache,
+        attn_metadata.block_table,
+        attn_metadata.query_start_loc,
+        tree.tail_lens,
+        tree.prefix_lens,
+        prefix_out,
+        prefix_lse,
+        self.scale,
+        tree.max_tail,
+        tree.positions,
+        variant.window,
+        variant.soft_cap,
+    )
+    return prefix_out, prefix_lse
