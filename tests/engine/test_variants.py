@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets with sliding windows, logit soft-caps and attention sinks: output equal to vLLM's own.
+
+Without speculation vLLM's own CPU kernels attend; with DDTree our attention does, so the windows'
+edges, soft-caps and sinks of both must agree. Windows are shorter than the prompts and of either
+side of tree depths; several KV cache groups; blocks outside a window are freed and used again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import NANO, Pair
+from tests.engine import models
+from tests.engine.harness import PROMPTS, ddtree, generate, greedy, open_engine, run_engine
+
+ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 5, "max_num_batched_tokens": 512}
+# (prompt, tokens, sampling): the first fills several blocks.
+REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
+    (PROMPTS[5], 18, {}),
+    (PROMPTS[1], 15, {"temperature": 1.0, "seed": 1}),
+    (PROMPTS[5], 12, {"temperature": 0.6, "seed": 2, "top_p": 0.9, "top_k": 20}),
+    (PROMPTS[3], 14, {}),
+]
+
+
+def all_windowed(folder: Path) -> Pair:
+    """vLLM's Qwen3, every layer with the window of the model's config."""
+    window = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 0}
+    return models.trained_pair(folder, **window, layer_types=["sliding_attention"] * 4)
+
+
+def mixed(folder: Path) -> Pair:
+    """Windowed layers (one window shorter than a branch) and full ones: several KV groups."""
+    return models.varied_pair(folder, [24, None, 5, None], [None] * 4, [None] * 4)
+
+
+def soft_capped(folder: Path) -> Pair:
+    """As Gemma 2: soft-caps everywhere, windows in every other layer."""
+    return models.varied_pair(folder, [24, None] * 2, [4.0] * 4, [None] * 4)
+
+
+def with_sinks(folder: Path) -> Pair:
+    """As gpt-oss: sinks everywhere, windows in every other layer."""
+    return models.varied_pair(folder, [24, None] * 2, [None] * 4, [[0.5, 3.0]] * 4)
+
+
+KINDS: list[Callable[[Path], Pair]] = [all_windowed, mixed, soft_capped, with_sinks]
+
+
+def batch() -> tuple[list[str], list[Any]]:
+    prompts, tokens, sampling = zip(*REQUESTS, strict=True)
+    return list(prompts), [greedy(n, **more) for n, more in zip(tokens, sampling, strict=True)]
+
+
+@functools.cache
+def nano_plain() -> list[list[int]]:
+    return run_engine(NANO.target, None, *batch(), **ENGINE).token_ids
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_same_tokens_as_without_speculation(kind: Callable[[Path], Pair], tmp_path: Path) -> None:
+    pair = kind(tmp_path)
+    expected = run_engine(pair.target, None, *batch(), **ENGINE)
+    assert expected.token_ids != nano_plain(), "the variant makes no difference"
+    for budget in (5, 20):
+        result = run_engine(pair.target, ddtree(pair, budget), *batch(), **ENGINE)
+        assert result.token_ids == expected.token_ids
+        counters = result.counters
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+
+
+def llama(folder: Path) -> Pair:
+    """vLLM's own Llama with windowed and full layers."""
+    from transformers import LlamaConfig
+
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    return models.random_pair(
+        folder,
+        LlamaConfig(
+            vocab_size=models.VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=1024,
+            initializer_range=0.3,
+            layer_types=kinds,
+            sliding_window=11,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+    )
+
+
+def gpt_oss(folder: Path) -> Pair:
+    """vLLM's own gpt-oss: sinks in every layer, windows in every other, experts."""
+    from transformers import GptOssConfig
+
+    return models.random_pair(
+        folder,
+        GptOssConfig(
+            vocab_size=models.VOCABULARY,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=1024,
+            initializer_range=0.3,
+            sliding_window=11,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        ),
+    )
+
+
+@pytest.mark.parametrize("kind", [llama, gpt_oss], ids=lambda kind: kind.__name__)
+def test_targets_of_vllm(kind: Callable[[Path], Pair], tmp_path: Path) -> None:
+    pair = kind(tmp_path)
+    prompts = [[(7 * i * i + i) % models.VOCABULARY for i in range(n)] for n in (70, 3, 33)]
+    params = [
+        greedy(16, detokenize=False),
+        greedy(14, detokenize=False, temperature=1.0, seed=5),
+        greedy(15, detokenize=False, temperature=0.7, seed=6, top_k=12),
+    ]
+    engine = {**ENGINE, "skip_tokenizer_init": True}
+    expected = run_engine(pair.target, None, prompts, params, **engine)
+    for budget in (5, 20):
+        result = run_engine(pair.target, ddtree(pair, budget), prompts, params, **engine)
+        assert result.token_ids == expected.token_ids
+        assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
