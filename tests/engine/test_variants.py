@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import NANO, Pair
 from tests.engine import models
@@ -141,3 +142,88 @@ def test_targets_of_vllm(kind: Callable[[Path], Pair], tmp_path: Path) -> None:
         result = run_engine(pair.target, ddtree(pair, budget), prompts, params, **engine)
         assert result.token_ids == expected.token_ids
         assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
+
+
+def poison_dead_blocks(llm: Any, state: Any) -> int:
+    """Fill every KV block that no request holds with NaN, in all caches; returns their number."""
+    cache_manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    live = {
+        block.block_id
+        for manager in cache_manager.coordinator.single_type_managers
+        for blocks in manager.req_to_blocks.values()
+        for block in blocks
+        if not block.is_null
+    }
+    layers = state.vllm_config.compilation_config.static_forward_context.values()
+    num_blocks = cache_manager.block_pool.num_gpu_blocks
+    dead = torch.tensor([i for i in range(num_blocks) if i not in live])
+    for layer in layers:
+        # Float pages as they are, whatever a layer makes of them.
+        layer.kv_cache[dead] = float("nan")
+    return len(dead)
+
+
+def test_freed_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies before a window is freed, and nobody reads it: with asynchronous scheduling, whose
+    lengths run ahead by whole trees, and with prompts in chunks beside trees.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_ddtree.model_state import DDTreeModelState
+
+    pair = mixed(tmp_path)
+    expected = run_engine(pair.target, None, *batch(), **ENGINE)
+    check = current_platform.check_and_update_config
+    prepare_attn = DDTreeModelState.prepare_attn
+    freed = 0
+
+    def keep_async(_: Any, vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(keep_async))
+    keys = {**ENGINE, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
+    with open_engine(pair.target, ddtree(pair, 12), **keys) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert len(managers) > 1
+
+        def poison(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal freed
+            poison_dead_blocks(llm, self)
+            freed += sum(
+                block.is_null
+                for manager in managers
+                for blocks in manager.req_to_blocks.values()
+                for block in blocks
+            )
+            return prepare_attn(self, *args, **kwargs)
+
+        monkeypatch.setattr(DDTreeModelState, "prepare_attn", poison)
+        result = generate(llm, *batch())
+    assert freed > 0, "no block was ever freed"
+    assert result.token_ids == expected.token_ids
+    assert result.counters.num_accepted_tokens > 0
+
+
+def test_prefix_caching(tmp_path: Path) -> None:
+    """Hits over windowed and full groups: the same text, and the same rounds as a full prefill."""
+    pair = mixed(tmp_path)
+    prompts = [PROMPTS[5], PROMPTS[5] + " x", PROMPTS[5]]
+    params = [greedy(10), greedy(10, temperature=0.9, seed=3), greedy(8)]
+    expected = run_engine(pair.target, None, prompts, params, **ENGINE)
+    metrics = {"per_request_spec_decode_metrics": "detailed"}
+    with open_engine(
+        pair.target, ddtree(pair, 12), enable_prefix_caching=True, **metrics, **ENGINE
+    ) as llm:
+        rounds = []
+        for _ in range(2):
+            result = generate(llm, prompts, params)
+            assert result.token_ids == expected.token_ids
+            rounds.append(
+                [list(o.outputs[0].spec_decode_metrics.per_step_accepted) for o in result.outputs]
+            )
+        assert min(output.num_cached_tokens for output in result.outputs) >= 32
+    assert rounds[0] == rounds[1]
+    assert result.counters.num_accepted_tokens > 0
