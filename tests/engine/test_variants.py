@@ -25,7 +25,7 @@ ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 5, "max_num_batched_
 REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
     (PROMPTS[5], 18, {}),
     (PROMPTS[1], 15, {"temperature": 1.0, "seed": 1}),
-    (PROMPTS[5], 12, {"temperature": 0.6, "seed": 2, "top_p": 0.9, "top_k": 20}),
+    ("# Long, too.\n" + PROMPTS[5], 12, {"temperature": 0.6, "seed": 2, "top_p": 0.9, "top_k": 20}),
     (PROMPTS[3], 14, {}),
 ]
 
@@ -154,11 +154,12 @@ def poison_dead_blocks(llm: Any, state: Any) -> int:
         for block in blocks
         if not block.is_null
     }
+    # Freed blocks go to the end of the queue where prefixes are cached: they stay dead for long.
+    assert cache_manager.enable_caching
     layers = state.vllm_config.compilation_config.static_forward_context.values()
     num_blocks = cache_manager.block_pool.num_gpu_blocks
     dead = torch.tensor([i for i in range(num_blocks) if i not in live])
     for layer in layers:
-        # Float pages as they are, whatever a layer makes of them.
         layer.kv_cache[dead] = float("nan")
     return len(dead)
 
@@ -182,7 +183,7 @@ def test_freed_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(keep_async))
-    keys = {**ENGINE, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
+    keys = {**ENGINE, "max_num_batched_tokens": 96, "enable_prefix_caching": True}
     with open_engine(pair.target, ddtree(pair, 12), **keys) as llm:
         core = llm.llm_engine.engine_core.engine_core
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
