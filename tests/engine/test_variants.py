@@ -51,9 +51,6 @@ def with_sinks(folder: Path) -> Pair:
     return models.varied_pair(folder, [24, None] * 2, [None] * 4, [[0.5, 3.0]] * 4)
 
 
-KINDS: list[Callable[[Path], Pair]] = [all_windowed, mixed, soft_capped, with_sinks]
-
-
 def batch() -> tuple[list[str], list[Any]]:
     prompts, tokens, sampling = zip(*REQUESTS, strict=True)
     return list(prompts), [greedy(n, **more) for n, more in zip(tokens, sampling, strict=True)]
@@ -64,16 +61,20 @@ def nano_plain() -> list[list[int]]:
     return run_engine(NANO.target, None, *batch(), **ENGINE).token_ids
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_same_tokens_as_without_speculation(kind: Callable[[Path], Pair], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [(all_windowed, 20), (mixed, 5), (soft_capped, 20), (with_sinks, 5)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_same_tokens_as_without_speculation(
+    kind: Callable[[Path], Pair], budget: int, tmp_path: Path
+) -> None:
     pair = kind(tmp_path)
     expected = run_engine(pair.target, None, *batch(), **ENGINE)
     assert expected.token_ids != nano_plain(), "the variant makes no difference"
-    for budget in (5, 20):
-        result = run_engine(pair.target, ddtree(pair, budget), *batch(), **ENGINE)
-        assert result.token_ids == expected.token_ids
-        counters = result.counters
-        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+    result = run_engine(pair.target, ddtree(pair, budget), *batch(), **ENGINE)
+    assert result.token_ids == expected.token_ids
+    assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
 
 
 def llama(folder: Path) -> Pair:
@@ -127,8 +128,12 @@ def gpt_oss(folder: Path) -> Pair:
     )
 
 
-@pytest.mark.parametrize("kind", [llama, gpt_oss], ids=lambda kind: kind.__name__)
-def test_targets_of_vllm(kind: Callable[[Path], Pair], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [(llama, 20), (gpt_oss, 5)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_targets_of_vllm(kind: Callable[[Path], Pair], budget: int, tmp_path: Path) -> None:
     pair = kind(tmp_path)
     prompts = [[(7 * i * i + i) % models.VOCABULARY for i in range(n)] for n in (70, 3, 33)]
     params = [
@@ -138,10 +143,9 @@ def test_targets_of_vllm(kind: Callable[[Path], Pair], tmp_path: Path) -> None:
     ]
     engine = {**ENGINE, "skip_tokenizer_init": True}
     expected = run_engine(pair.target, None, prompts, params, **engine)
-    for budget in (5, 20):
-        result = run_engine(pair.target, ddtree(pair, budget), prompts, params, **engine)
-        assert result.token_ids == expected.token_ids
-        assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
+    result = run_engine(pair.target, ddtree(pair, budget), prompts, params, **engine)
+    assert result.token_ids == expected.token_ids
+    assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
 
 
 def poison_dead_blocks(llm: Any, state: Any) -> int:
@@ -227,4 +231,14 @@ def test_prefix_caching(tmp_path: Path) -> None:
             )
         assert min(output.num_cached_tokens for output in result.outputs) >= 32
     assert rounds[0] == rounds[1]
+    assert result.counters.num_accepted_tokens > 0
+
+
+def test_one_kv_group_for_all_layers(tmp_path: Path) -> None:
+    """Without the hybrid KV cache manager windowed layers lie in a group with full ones."""
+    pair = soft_capped(tmp_path)
+    one = {**ENGINE, "disable_hybrid_kv_cache_manager": True}
+    expected = run_engine(pair.target, None, *batch(), **one)
+    result = run_engine(pair.target, ddtree(pair, 12), *batch(), **one)
+    assert result.token_ids == expected.token_ids
     assert result.counters.num_accepted_tokens > 0
