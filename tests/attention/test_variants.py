@@ -9,7 +9,7 @@ import torch
 
 from vllm_ddtree.attention import tail
 from vllm_ddtree.attention.prefix import prefix_attention
-from vllm_ddtree.attention.prefix_pass import max_segments
+from vllm_ddtree.attention.prefix_pass import window_segments
 from vllm_ddtree.attention.reference import (
     gather_cache,
     masked_attention,
@@ -302,7 +302,7 @@ def test_the_variant_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "expected"), [(0, 16), (1, 1), (128, 1), (129, 2), (1024, 8), (4096, 16)]
+    ("window", "expected"), [(1, 1), (128, 1), (129, 2), (1024, 8), (4096, 16)]
 )
 def test_segments_of_a_window(window: int, expected: int) -> None:
-    assert max_segments(window) == expected
+    assert window_segments(window) == expected

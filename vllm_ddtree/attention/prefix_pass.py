@@ -21,9 +21,27 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def max_segments(window: int) -> int:
+def window_segments(window: int) -> int:
     """Segments that a sliding window is worth: 128 keys each, at most 16; a power of two."""
-    return min(16, triton.next_power_of_2(triton.cdiv(window, 128))) if window else 16
+    return min(16, triton.next_power_of_2(triton.cdiv(window, 128)))
+
+
+def _num_segments(self: Any, num_reqs: int, tree: TreeMetadata, device: torch.device) -> int:
+    """Key segments of an implementation's prefix pass."""
+    window = self.tree_variant.window
+    most = window_segments(window) if window else 16
+    if window and not tree.in_graph:
+        # Outside a graph batches of every size come, and each number of segments makes another
+        # tail kernel, compiled in front of a waiting request.
+        return min(4, most)
+    return choose_num_segments(
+        num_reqs,
+        self.num_kv_heads,
+        tree.max_tail,
+        self.num_queries_per_kv,
+        _num_sms(device),
+        most,
+    )
 
 
 def triton_prefix(
@@ -37,14 +55,7 @@ def triton_prefix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`tree_prefix` of any implementation (see `tree_forward`)."""
     variant = self.tree_variant
-    segments = choose_num_segments(
-        attn_metadata.block_table.shape[0],
-        self.num_kv_heads,
-        tree.max_tail,
-        self.num_queries_per_kv,
-        _num_sms(output.device),
-        max_segments(variant.window),
-    )
+    segments = _num_segments(self, attn_metadata.block_table.shape[0], tree, output.device)
     # Inside a FULL graph these come from the graph's own pool.
     shape = (segments, self.num_heads, query.shape[0])
     prefix_out = output.new_empty(segments, *output.shape, dtype=torch.float32)
