@@ -28,14 +28,17 @@ ROUND_MARK = "_prepare_pos_seq_lens_kernel"
 GAP = 3.0
 """Microseconds from which idle time counts as a gap: less lies between any two kernels."""
 
+SLOWEST = 12
+"""Rounds listed one by one: [microseconds, idle ones, launches]."""
+
 OURS = {
     "top-k": ("_group_max_kernel", "_top_k_kernel"),
-    "build": ("_build_trees_kernel", "_build_kernel"),
+    "build": ("_build_trees_kernel",),
     "rows": ("_prepare_rows_kernel",),
     "tail": ("_tail_attention_kernel",),
     "walk": ("_walk_kernel",),
     "compact": ("_compact_kernel",),
-    "context": ("_gather_context_kernel",),
+    "context": ("_context_rows_kernel", "_gather_states_kernel"),
 }
 """Kernels of this project by the columns of benchmarks/kernels.py."""
 
@@ -112,6 +115,8 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         label: sum(t for name, t in times.items() if name.split("(")[0] in names)
         for label, names in OURS.items()
     }
+    launches = [len(each) for each in rounds]
+    slow = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:SLOWEST]
     middle = sorted(range(len(idle)), key=lambda i: sum(g[0] for g in idle[i]))[len(idle) // 2]
     return {
         "rounds": len(rounds),
@@ -120,6 +125,9 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
         "gaps": [(round(gap, 1), a[:60], b[:60]) for gap, a, b in idle[middle]],
         "ours_us": {label: round(t, 2) for label, t in ours.items() if t},
         "launches": round(sum(counts.values()), 1),
+        "slowest": [
+            (round(lengths[i]), round(sum(gap for gap, _, _ in idle[i])), launches[i]) for i in slow
+        ],
         "kernels": [
             (name[:120], round(t, 1), round(counts[name], 1))
             for name, t in sorted(times.items(), key=lambda item: -item[1])
@@ -128,43 +136,56 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
 
 
 def profile_rounds(
-    llm: LLM, prompts: Sequence[list[int]], seconds: float = 0.25, settle: float = 0.5
+    llm: LLM, prompts: Sequence[list[int]], num_reqs: int, seconds: float, max_tokens: int
 ) -> dict[str, Any]:
-    """Profile `seconds` of decoding of all prompts at once, after `settle` seconds.
+    """Profile `seconds` of `num_reqs` requests that decode together.
+
+    A request that ends is replaced by the next prompt (they are taken again and again), so with few
+    `max_tokens` steps with prefills are among the rounds.
 
     Args:
         llm: an engine with nothing to do.
-        prompts: token ids; their number is the concurrency.
+        prompts: token ids, `num_reqs` or more.
+        num_reqs: concurrency.
         seconds: of recording.
-        settle: from the last first token to the recording.
+        max_tokens: output tokens of a request.
 
     """
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    # Few enough steps from the front: results of a delta a step would load the host.
-    params = SamplingParams(temperature=0, max_tokens=4096, ignore_eos=True, detokenize=False)
-    names = [f"profile-{i}" for i in range(len(prompts))]
-    length = min(len(p) for p in prompts)
-    room = engine.model_config.max_model_len - max(len(p) for p in prompts) - 1
-    params.max_tokens = min(room, 4096)
-    assert length > 0
-    for name, prompt in zip(names, prompts, strict=True):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    numbers = itertools.count()
+
+    def submit() -> str:
+        number = next(numbers)
+        name = f"profile-{number}"
+        prompt = prompts[number % len(prompts)]
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
-    seen: set[str] = set()
-    while len(seen) < len(names) and engine.has_unfinished_requests():
-        seen |= {output.request_id for output in engine.step()}
+        return name
 
-    def decode(duration: float) -> None:
-        end = time.perf_counter() + duration
-        while time.perf_counter() < end and engine.has_unfinished_requests():
-            engine.step()
+    running = {submit() for _ in range(num_reqs)}
+    started: set[str] = set()
 
-    decode(settle)
+    def step() -> None:
+        for output in engine.step():
+            started.add(output.request_id)
+            if output.finished:
+                running.discard(output.request_id)
+                running.add(submit())
+
+    while len(started) < num_reqs:
+        step()
     llm.collective_rpc(start)
-    decode(seconds)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        step()
     events = json.loads(llm.collective_rpc(stop)[0])
-    engine.abort_request(names)
+    engine.abort_request(list(running))
     while engine.has_unfinished_requests():
         engine.step()
-    return {"concurrency": len(prompts), **summarise(map(tuple, events))}
+    return {
+        "concurrency": num_reqs,
+        "max_tokens": max_tokens,
+        **summarise((name, begin, end) for name, begin, end in events),
+    }

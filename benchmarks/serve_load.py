@@ -215,15 +215,18 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
         report.write(out, args.out, plots=True)
 
 
-def write_profiles(
-    llm: LLM, name: str, prompts: list[list[int]], args: argparse.Namespace
-) -> None:
+def write_profiles(llm: LLM, name: str, prompts: list[list[int]], args: argparse.Namespace) -> None:
     """profile-ENGINE.json: rounds of the engine kernel by kernel, at each --profile."""
     from benchmarks.profile import profile_rounds
 
-    profiles = [profile_rounds(llm, prompts[:n]) for n in args.profile]
-    for found in profiles:
-        print(name, {k: v for k, v in found.items() if k != "kernels"}, flush=True)
+    profiles = []
+    # Decoding alone, as long as the model's length allows; then with prefills in between.
+    longest = llm.llm_engine.model_config.max_model_len - max(map(len, prompts)) - 1
+    for n, max_tokens in itertools.product(args.profile, (longest, 96)):
+        found = profile_rounds(llm, prompts, n, 0.25, max_tokens)
+        profiles.append(found)
+        short = {k: v for k, v in found.items() if k not in ("kernels", "gaps")}
+        print(name, short, flush=True)
     (args.out / f"profile-{name}.json").write_text(json.dumps(profiles, indent=1))
 
 

@@ -10,7 +10,12 @@ from vllm import envs
 
 from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS
 from vllm_ddtree.config import DDTreeConfig
-from vllm_ddtree.graphs.sizes import auto_sizes
+from vllm_ddtree.graphs.sizes import (
+    MAX_AUTO_TOKENS,
+    MAX_VERIFY_TOKENS,
+    auto_sizes,
+    verify_sizes,
+)
 
 
 def _refuse(flag: str, value: Any, fix: str) -> None:
@@ -75,17 +80,32 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto")
     _check_token_budget(engine_args, vllm_config, spec)
-    if spec.auto_budget:
-        _plan_graphs(engine_args, vllm_config.compilation_config)
+    _plan_graphs(engine_args, vllm_config, spec)
 
 
-def _plan_graphs(engine_args: Any, compilation: Any) -> None:
-    """Few verify graphs for many budgets, unless the user has set the sizes."""
+def _plan_graphs(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) -> None:
+    """Verify graphs for every budget and number of requests, unless the user has set the sizes."""
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     asked = engine_args.compilation_config
-    chosen = getattr(asked, "cudagraph_capture_sizes", None) or engine_args.cudagraph_capture_sizes
-    if chosen is None and compilation.cudagraph_capture_sizes:
-        compilation.cudagraph_capture_sizes = auto_sizes(compilation.max_cudagraph_capture_size)
-        compilation.max_cudagraph_capture_size = compilation.cudagraph_capture_sizes[-1]
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    if not compilation.cudagraph_capture_sizes or any(
+        getattr(asked, name, None) or getattr(engine_args, name, None) for name in names
+    ):
+        return
+    tokens = scheduler.max_num_batched_tokens
+    if spec.auto_budget:
+        widest = min(tokens, scheduler.max_num_seqs * (spec.budget + 1))
+        sizes = auto_sizes(min(widest, MAX_AUTO_TOKENS))
+    else:
+        schedule = spec.num_speculative_tokens_per_batch_size
+        ranges = schedule or [(1, scheduler.max_num_seqs, spec.budget)]
+        limit = scheduler.max_num_seqs
+        tiers = [(nodes + 1, min(last, limit)) for first, last, nodes in ranges if first <= limit]
+        sizes = verify_sizes(
+            compilation.cudagraph_capture_sizes, tiers, min(tokens, MAX_VERIFY_TOKENS)
+        )
+    compilation.cudagraph_capture_sizes = sizes
+    compilation.max_cudagraph_capture_size = sizes[-1]
 
 
 def _check_target(model: Any) -> None:
@@ -109,14 +129,17 @@ def _check_token_budget(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) 
     """A verify step of one request, and the draft forward of all, must fit a batch."""
     scheduler = vllm_config.scheduler_config
     tokens, rows = scheduler.max_num_batched_tokens, spec.budget + 1
+    budget, lower = f"budget={spec.budget}", "lower budget"
+    if spec.auto_budget:
+        budget, lower = f"budget=auto (up to {spec.budget})", "set budget to a number"
     # vLLM 0.32 takes the draft's slots off every request's share of a batch.
     slots = spec.max_num_new_slots_for_drafting
     needed = max(rows + slots, spec.block_size)
     if tokens < needed:
         raise ValueError(
             f"--max-num-batched-tokens={tokens} is too small for method ddtree with "
-            f"budget={spec.budget}: a request needs {needed} tokens a step; raise it to at least "
-            f"{needed} or lower budget"
+            f"{budget}: a request needs {needed} tokens a step; raise it to at least {needed} or "
+            f"{lower}"
         )
     for flag, value in (
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
@@ -124,9 +147,8 @@ def _check_token_budget(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) 
     ):
         if value and value < rows:
             raise ValueError(
-                f"{flag}={value} is too small for method ddtree with budget={spec.budget}: a "
-                f"request verifies {rows} tokens a step; leave it out, raise it to at least "
-                f"{rows} or lower budget"
+                f"{flag}={value} is too small for method ddtree with {budget}: a request verifies "
+                f"{rows} tokens a step; leave it out, raise it to at least {rows} or {lower}"
             )
     # The draft forward of a full batch runs in buffers of max_num_batched_tokens.
     fitting = tokens // spec.block_size

@@ -44,7 +44,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GPUModelRunner.execute_model",
     ),
     "vllm.v1.engine.core": ("EngineCore.__init__", "EngineCore._initialize_kv_caches"),
-    "vllm.v1.core.sched.scheduler": ("Scheduler.make_spec_decoding_stats",),
+    "vllm.v1.core.sched.scheduler": ("Scheduler.update_from_output",),
     # Subclassed.
     "vllm.config.speculative": (
         "SpeculativeConfig.max_num_new_slots_for_drafting",

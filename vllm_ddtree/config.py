@@ -20,7 +20,6 @@ from vllm_ddtree.budget.auto import SCHEDULE
 MAX_BUDGET = 255
 MAX_TOP_K = 64
 MAX_BLOCK_SIZE = 32
-DEFAULT_BUDGET = 31
 DEFAULT_TOP_K = 16
 
 # Keys of our own, and keys of `method: dflash` that keep their meaning.
@@ -60,7 +59,7 @@ class DDTreeConfig(SpeculativeConfig):
     """A `SpeculativeConfig` with DDTree's keys (budget in nodes, depth and block size in
     tokens)."""
 
-    budget: int = Field(default=DEFAULT_BUDGET, ge=1, le=MAX_BUDGET)
+    budget: int = Field(default=1, ge=1, le=MAX_BUDGET)
     """Nodes of the tree, the root not counted."""
     top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MAX_TOP_K)
     """Candidates a draft position."""
@@ -78,9 +77,10 @@ class DDTreeConfig(SpeculativeConfig):
         return own and self.block_size - 1
 
     def __repr__(self) -> str:
+        budget = "auto" if self.auto_budget else self.budget
         return (
             f"SpeculativeConfig(method='ddtree', model={self.draft_model_config.model!r}, "
-            f"budget={self.budget}, depth={self.depth}, top_k={self.top_k}, "
+            f"budget={budget}, depth={self.depth}, top_k={self.top_k}, "
             f"block_size={self.block_size})"
         )
 
@@ -225,20 +225,20 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     """
     keys = {key.replace("-", "_"): value for key, value in keys.items()}
     check_keys(keys)
-    auto = keys.get("budget") == "auto"
     schedule = _schedule(keys)
+    auto = keys.get("budget") == "auto" or (keys.get("budget") is None and schedule is None)
     if auto:
         if schedule is not None:
             raise _bad("budget", "auto", "leave out budget_per_batch_size, which auto replaces")
         schedule = SCHEDULE
-        del keys["budget"]
+        keys.pop("budget", None)
     budget = _whole(keys, "budget", 1, MAX_BUDGET, None)
     if schedule is not None:
         largest = max(nodes for _, _, nodes in schedule)
         if budget is not None and budget < largest:
             raise _bad("budget", budget, f"budget_per_batch_size goes up to {largest}: raise it")
         budget = largest
-    budget = budget if budget is not None else DEFAULT_BUDGET
+    assert budget is not None
     top_k = _whole(keys, "top_k", 1, MAX_TOP_K, DEFAULT_TOP_K)
     depth = _whole(keys, "num_speculative_tokens", 1, MAX_BLOCK_SIZE - 1, None)
     assert top_k is not None

@@ -21,8 +21,16 @@ from vllm_ddtree.commit.kv import KVCompactor, make_compactors
 from vllm_ddtree.runtime import Step
 from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
+from vllm_ddtree.sampler.walk import path_logit_rows
+from vllm_ddtree.tree.chain import as_chains
 
 logger = init_logger("vllm.ddtree")
+
+MIXED_TREE_TOKENS = 1024
+"""Tokens from which a step with prefills verifies trees, at a hidden size of 4096 on one GPU. The
+host launches such a step's attention layer by layer. In a small one the GPU waits for that, and
+chains, which need no launch beyond vLLM's own, are the faster form; in a large one the launches
+hide behind the prefill."""
 
 
 def make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
@@ -60,6 +68,10 @@ class DDTreeStateMixin:
         self._chain = UvaBackedTensor(vllm_config.scheduler_config.max_num_seqs, torch.int32)
         self._chain_stale = False
         self._all_chain = False
+        # A layer's work grows with tokens times the square of the hidden size.
+        size = vllm_config.model_config.get_hidden_size() / 4096
+        shards = vllm_config.parallel_config.tensor_parallel_size
+        self._mixed_tree_tokens = MIXED_TREE_TOKENS * shards / size**2
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """Note whether the request's sampling reads preceding rows as its own tokens."""
@@ -84,6 +96,15 @@ class DDTreeStateMixin:
             for gid, group in enumerate(kv_cache_config.kv_cache_groups)
         ]
         self._compactors = None
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile what vLLM's own warm-up does not come by, on an empty request."""
+        rt, device = self.runtime, self.device  # type: ignore[attr-defined]
+        none = torch.full((1,), -1, dtype=torch.int64, device=device)
+        zeros = torch.zeros(2, dtype=torch.int32, device=device)
+        as_chains(rt.trees, none, zeros, zeros, zeros, rt.depth, 1)
+        path_logit_rows(rt.path_rows[:1], rt.path_lens[:1], zeros, none)
 
     def compactors(self) -> list[tuple[int, KVCompactor]]:
         """(KV group, compactor of the target's caches in it)."""
@@ -116,9 +137,25 @@ class DDTreeStateMixin:
             # A FULL graph of the verify step: every request is a tree, of budget + 1 rows or fewer.
             cu_num_logits = batch.query_start_loc
             num_logits = lens
+        most = int(num_logits.max())
+        plain = bool((num_logits != lens).any() or (num_logits == 1).any())
+        mixed = plain and most > 1 and not for_capture
+        chains = mixed and batch.num_tokens < self._mixed_tree_tokens
+        if chains:
+            as_chains(
+                rt.trees,
+                batch.idx_mapping,
+                batch.query_start_loc,
+                cu_num_logits,
+                batch.input_ids,
+                rt.depth,
+                batch.num_reqs,
+            )
         rt.step = Step(
-            has_trees=bool((num_logits > 1).any()),
-            has_plain_rows=bool((num_logits != lens).any() or (num_logits == 1).any()),
+            # A tree of one node is a chain.
+            has_trees=most > 2 and not chains,
+            as_chains=chains,
+            has_plain_rows=plain,
             in_graph=for_capture,
             num_reqs=batch.num_reqs,
             query_start_loc=batch.query_start_loc,
@@ -178,7 +215,7 @@ class DDTreeStateMixin:
     ) -> None:
         """Move the accepted path's keys and values to the slots right after the root."""
         rt, step = self.runtime, self.runtime.step
-        if step.verified:
+        if step.verified and not step.as_chains:
             assert step.slot_mappings is not None and step.query_start_loc is not None
             for gid, compactor in self.compactors():
                 compactor.compact(

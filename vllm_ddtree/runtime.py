@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_ddtree.attention.rows import RowBuffers
+from vllm_ddtree.budget.meter import Meter
 from vllm_ddtree.tree.buffers import TreeBuffers
 
 
@@ -20,7 +21,9 @@ class Step:
     """Host-side facts of the verify step in progress."""
 
     has_trees: bool = False
-    """Whether any request of the batch verifies drafts."""
+    """Whether any request verifies drafts that are no chain: the attention needs the tree."""
+    as_chains: bool = False
+    """Whether the trees of the batch were turned into chains."""
     has_plain_rows: bool = True
     """Whether any row of the batch belongs to no tree (prefill, plain decode)."""
     in_graph: bool = False
@@ -48,6 +51,9 @@ class Runtime:
     """[max_num_reqs, depth + 1] int32: tree row of each path element, root first."""
     path_lens: torch.Tensor
     """[max_num_reqs] int32: path elements, root included."""
+    uncounted: torch.Tensor
+    """[max_num_reqs] int32 ones: every tree a chain, for the meter."""
+    meter: Meter
     step: Step = field(default_factory=Step)
     attention_form: str = ""
     """How the target verifies, in words (start-up line)."""
@@ -56,6 +62,11 @@ class Runtime:
     def num_rows(self) -> int:
         """Rows of a request's tree: root and nodes."""
         return self.budget + 1
+
+    @property
+    def max_path(self) -> int:
+        """Rows of the longest path, root included."""
+        return min(self.depth, self.budget) + 1
 
 
 _runtimes: dict[int, Runtime] = {}
@@ -75,6 +86,8 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
         rows=RowBuffers(max_num_tokens, max_num_reqs, spec.budget, device),
         path_rows=torch.zeros(max_num_reqs, spec.depth + 1, dtype=torch.int32, device=device),
         path_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
+        uncounted=torch.ones(max_num_reqs, dtype=torch.int32, device=device),
+        meter=Meter(spec.budget, device),
     )
     key = id(vllm_config)
     _runtimes[key] = runtime

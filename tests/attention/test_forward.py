@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.attention.tree_cases import Batch, Request, chunk, make_batch, tree
+from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
 from vllm_ddtree.attention.forward import tree_forward
 from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.reference import tree_attention_reference
@@ -53,7 +55,7 @@ class CausalBackend:
         self.num_queries_per_kv = self.num_heads // self.num_kv_heads
         self.scale = batch.scale
 
-    def forward(self, *args: Any) -> torch.Tensor:
+    def plain_forward(self, *args: Any) -> torch.Tensor:
         self.calls += 1
         output = args[6]
         no_trees = torch.zeros_like(self.batch.tail_lens)
@@ -62,7 +64,6 @@ class CausalBackend:
 
 
 class TreeBackend(CausalBackend):
-    plain_forward = CausalBackend.forward
     forward: Any = tree_forward
     tree_prefix: Any = TreeTritonAttentionImpl.tree_prefix
 
@@ -142,10 +143,17 @@ def test_window_soft_cap_and_sinks(window: int) -> None:
     torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_layer_becomes_one_of_the_real_classes() -> None:
-    """Assigning `__class__` needs one layout: a single base."""
-    assert TreeTritonAttentionImpl.forward is tree_forward
-    assert TreeTritonAttentionImpl.__bases__ == (TritonAttentionImpl,)
-    impl = TritonAttentionImpl.__new__(TritonAttentionImpl)
-    impl.__class__ = TreeTritonAttentionImpl
+@pytest.mark.parametrize(
+    ("tree_class", "base"),
+    [
+        (TreeTritonAttentionImpl, TritonAttentionImpl),
+        (TreeFlashAttentionImpl, FlashAttentionImpl),
+    ],
+)
+def test_a_layer_can_become_a_tree_layer(tree_class: type, base: Any) -> None:
+    """A loaded layer's implementation is given its new class: the layouts must agree."""
+    impl = object.__new__(base)
+    impl.scale = 0.5
+    impl.__class__ = tree_class
     assert impl.forward.__func__ is tree_forward
+    assert impl.plain_forward.__func__ is base.forward

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of budget: expected tokens over measured milliseconds."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
-from vllm_ddtree.budget.auto import REFRESH, TIERS, Acceptance, AutoBudget, attach
+import pytest
+
+from tests.budget.test_acceptance import Rounds
+from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
 from vllm_ddtree.budget.cost import Costs
+from vllm_ddtree.budget.meter import read_meter
 
 
 def machine(knee: int) -> Costs:
@@ -39,7 +45,7 @@ def test_padding_counts() -> None:
 
 def test_no_graph_no_choice_but_the_neighbours() -> None:
     auto = AutoBudget(Costs({(8, 4): 6.0}), max_num_seqs=16)
-    assert set(auto.budgets[1:]) == {7}
+    assert {auto[n] for n in range(1, 17)} == {7}
 
 
 def test_useless_drafts_stop() -> None:
@@ -48,63 +54,118 @@ def test_useless_drafts_stop() -> None:
     costs.rounds |= {(1, n): 5.0 for n in (1, 2, 4, 8, 16, 32, 64, 128)}
     auto = AutoBudget(costs, max_num_seqs=128)
     assert auto[1] > 0
-    for _ in range(20 * REFRESH):
-        auto.observe(auto[1] or TIERS[0], 0)
+    nothing = Rounds(64, [1.0] + [0.3] * 63, [1.0] + [0.0] * 63)
+    auto.acceptance.update(nothing.verify(63, 3000))
+    auto.refresh()
     assert auto[1] == 0 and auto[128] == 0
 
 
 def test_good_drafts_raise_the_budget() -> None:
     auto = AutoBudget(machine(knee=160), max_num_seqs=128)
     before = auto[16]
-    for _ in range(20 * REFRESH):
-        auto.observe(15, 12)
-        auto.observe(7, 4)
-    assert auto[16] >= before
-    assert auto.acceptance.expected(15) > 11
-
-
-def test_expected_is_never_above_the_budget() -> None:
-    acceptance = Acceptance()
-    for _ in range(500):
-        acceptance.observe(63, 30)
-    assert acceptance.expected(3) == 3.0
-    assert acceptance.expected(0) == 0.0
+    flat = [1.0] + [0.6] * 63  # every further node is worth as much
+    auto.acceptance.update(Rounds(64, flat, flat).verify(7, 3000))
+    auto.refresh()
+    assert auto[16] > before
 
 
 def test_small_differences_do_not_switch() -> None:
     costs = Costs({(64, 1): 6.05, (32, 1): 6.0})
     auto = AutoBudget(costs, max_num_seqs=1)
     first = auto[1]
-    for _ in range(5 * REFRESH):
-        auto.observe(first, 3)
-    # The other tier's guess moves with the same observations: no reason to leave.
+    other = {63: 31, 31: 63}[first]
+    auto.costs.rounds[other + 1, 1] *= 0.99
+    auto.refresh()
     assert auto[1] == first
+    auto.costs.rounds[other + 1, 1] *= 0.9
+    auto.refresh()
+    assert auto[1] == other
 
 
-def test_attach_counts_and_passes_on() -> None:
+def test_observed_rounds_correct_the_costs() -> None:
+    costs = Costs({(8, 16): 10.0, (16, 16): 12.0, (64, 128): 50.0, (1, 1): 4.0})
+    for _ in range(200):
+        costs.observe(7, 12, 15.0)  # in the graph of 16
+    assert costs.round_ms(7, 16) == pytest.approx(15.0, abs=0.2)
+    # Unseen shapes near it run on the same machine; far ones tell nothing.
+    assert costs.round_ms(15, 16) == pytest.approx(18.0, abs=0.3)
+    assert costs.round_ms(63, 128) == 50.0 and costs.round_ms(0, 1) == 4.0
+    before = costs.round_ms(7, 16)
+    costs.observe(7, 16, 500.0)  # a pause
+    costs.observe(7, 16, 0.1)
+    costs.observe(31, 400, 5.0)  # no graph
+    assert costs.round_ms(7, 16) == before
+
+
+def output(lengths: dict[str, int], drafts: int) -> Any:
+    tokens = {name: [-1] * drafts for name in lengths} if drafts else {}
+    return SimpleNamespace(num_scheduled_tokens=lengths, scheduled_spec_decode_tokens=tokens)
+
+
+class Executor:
+    """Answers with a meter's counts."""
+
+    def __init__(self, counts: list[list[int]]) -> None:
+        self.counts, self.asked = counts, 0
+
+    def collective_rpc(self, method: object, non_block: bool) -> Future[Any]:
+        assert method is read_meter and non_block
+        self.asked += 1
+        answer: Future[Any] = Future()
+        answer.set_result([self.counts])
+        return answer
+
+
+def test_watch_times_rounds_and_reads_the_meter() -> None:
+    auto = AutoBudget(machine(knee=160), max_num_seqs=8)
+    flat = [1.0] * 64
+    executor = Executor(Rounds(64, flat, flat).verify(63, 3000))
+    watch = Watch(auto, executor)
+    measured = auto.costs.round_ms(15, 2)
+    assert measured is not None
+    before = auto.acceptance.expected(31)
+    for step in range(READ_EVERY + READ_AFTER):
+        assert auto.acceptance.expected(31) == before
+        watch.step(output({"a": 16, "b": 16}, 15), 1.0 + step * 2e-3 * measured)
+    assert executor.asked == 1
+    assert auto.acceptance.expected(31) > before
+    corrected = auto.costs.round_ms(15, 2)
+    assert corrected is not None and 1.5 * measured < corrected < 2 * measured
+
+
+def test_watch_leaves_mixed_steps_and_pauses_out() -> None:
+    auto = AutoBudget(machine(knee=160), max_num_seqs=8)
+    watch = Watch(auto, Executor([]))
+    measured = auto.costs.round_ms(15, 2)
+    for step, (lengths, drafts) in enumerate(
+        [({"a": 16, "b": 100}, 15), ({"a": 16, "b": 16}, 0), ({}, 0), ({"a": 16, "b": 16}, 15)] * 5
+    ):
+        watch.step(output(lengths, drafts), 1.0 + 0.02 * step)
+    assert auto.costs.round_ms(15, 2) == measured
+
+
+def test_attach_passes_outputs_on() -> None:
     seen = []
 
-    def count(*args: object, **kwargs: object) -> str:
-        seen.append((args, kwargs))
-        return "stats"
+    def update(*given: object) -> str:
+        seen.append(given)
+        return "outputs"
 
-    scheduler = SimpleNamespace(make_spec_decoding_stats=count, dynamic_sd_lookup=[0, 1])
+    scheduler = SimpleNamespace(update_from_output=update, dynamic_sd_lookup=[0, 1])
     core = SimpleNamespace(
         scheduler=scheduler,
+        model_executor=Executor([]),
         vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)),
     )
     attach(core, machine(knee=160))
-    auto = scheduler.dynamic_sd_lookup
-    result = scheduler.make_spec_decoding_stats(
-        None, num_draft_tokens=31, num_accepted_tokens=5, request_id="a"
-    )
-    assert result == "stats"
-    assert seen == [((None, 31), {"num_accepted_tokens": 5, "request_id": "a"})]
-    assert auto.acceptance.mean[31] == 5.0
+    assert isinstance(scheduler.dynamic_sd_lookup, AutoBudget)
+    step = output({"a": 64}, 63)
+    assert scheduler.update_from_output(step, "model output") == "outputs"
+    assert seen == [(step, "model output")]
 
 
 def test_attach_without_graphs_leaves_the_schedule() -> None:
-    scheduler = SimpleNamespace(make_spec_decoding_stats=None, dynamic_sd_lookup=[0, 31])
+    scheduler = SimpleNamespace(update_from_output=None, dynamic_sd_lookup=[0, 31])
     spec = SimpleNamespace(num_speculative_tokens_per_batch_size=[(1, 1, 31)])
     config = SimpleNamespace(speculative_config=spec)
     attach(SimpleNamespace(scheduler=scheduler, vllm_config=config), Costs())

@@ -47,13 +47,15 @@ def refusal(make: Callable[[], Any]) -> str:
 
 def test_defaults() -> None:
     spec = build().speculative_config
-    assert (spec.budget, spec.top_k, spec.depth, spec.block_size) == (31, 16, 7, 8)
+    assert spec.auto_budget
+    assert (spec.budget, spec.top_k, spec.depth, spec.block_size) == (63, 16, 7, 8)
     # Toward vLLM: a DFlash draft of as many tokens as there are nodes.
-    assert spec.method == "dflash" and spec.num_speculative_tokens == 31
+    assert spec.method == "dflash" and spec.num_speculative_tokens == 63
     assert repr(spec) == (
-        f"SpeculativeConfig(method='ddtree', model={str(DRAFTER)!r}, budget=31, depth=7, "
+        f"SpeculativeConfig(method='ddtree', model={str(DRAFTER)!r}, budget=auto, depth=7, "
         "top_k=16, block_size=8)"
     )
+    assert "budget=31, depth" in repr(build({"budget": 31}).speculative_config)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +65,8 @@ def test_defaults() -> None:
         ({"budget": 255, "top_k": 64}, (255, 64, 7)),
         ({"budget": 5}, (5, 5, 7)),  # a node of rank 5 has five better siblings
         ({"budget": 40, "top_k": 3, "num_speculative_tokens": 2}, (40, 3, 2)),
-        ({"num-speculative-tokens": 4, "top-k": 9}, (31, 9, 4)),
-        ({"budget": None, "top_k": None, "num_speculative_tokens": None}, (31, 16, 7)),
+        ({"num-speculative-tokens": 4, "top-k": 9}, (63, 9, 4)),
+        ({"budget": None, "top_k": None, "num_speculative_tokens": None}, (63, 16, 7)),
     ],
     ids=str,
 )
@@ -169,7 +171,7 @@ def test_short_flags() -> None:
         .create_engine_config()
         .speculative_config
     )
-    assert (spec.budget, spec.depth) == (31, 3)
+    assert (spec.budget, spec.depth) == (63, 3)
     mixed = args(spec_method="ddtree", spec_model=str(DRAFTER), speculative_config={"budget": 9})
     assert mixed.create_engine_config().speculative_config.budget == 9
     for flag, more in (
@@ -199,7 +201,7 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         spec = parse([flag, json.dumps(given)])
         assert (spec.budget, spec.top_k, spec.depth) == (12, 5, 7)
     spec = parse(["--spec-method", "ddtree", "--spec-model", str(DRAFTER), "--spec-tokens", "2"])
-    assert (spec.budget, spec.depth) == (31, 2)
+    assert (spec.budget, spec.depth) == (63, 2)
     dotted = [f"--speculative-config.{key}={value}" for key, value in given.items()]
     assert parse(dotted).budget == 12
     config = tmp_path / "serve.yaml"
@@ -257,7 +259,7 @@ def test_a_longer_block_allows_a_deeper_tree(tmp_path: Path) -> None:
         ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds", "leave it out"]),
         (
             {"max_num_batched_tokens": 24, "max_num_seqs": 2, "enable_chunked_prefill": True},
-            ["--max-num-batched-tokens=24", "budget=31", "at least"],
+            ["--max-num-batched-tokens=24", "budget=auto", "at least"],
         ),
         ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype=fp8", "auto"]),
     ],

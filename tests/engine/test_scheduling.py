@@ -50,14 +50,30 @@ def run_many(pair: Pair, budget: int, **llm_kwargs: Any) -> Result:
     )
 
 
-def test_prefill_chunks_beside_trees_and_a_queue(nano_pair: Pair) -> None:
+@pytest.mark.parametrize("mixed_tree_tokens", [0, 1024], ids=["trees", "chains"])
+def test_prefill_chunks_beside_trees_and_a_queue(
+    nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, mixed_tree_tokens: int
+) -> None:
     """Three slots for nine requests, steps of 34 tokens: chunks of the long prompts share steps
-    with trees, and a full step leaves a tree fewer nodes.
+    with trees, and a full step leaves a tree fewer nodes. Trees keep their form in wide steps with
+    prefills and become chains in narrow ones.
     """
+    from vllm_ddtree import model_state
+
+    formed = []
+    as_chains = model_state.as_chains
+    monkeypatch.setattr(model_state, "MIXED_TREE_TOKENS", mixed_tree_tokens)
+
+    def form(*args: Any) -> None:
+        formed.append(args)
+        as_chains(*args)
+
+    monkeypatch.setattr(model_state, "as_chains", form)
     result = run_many(nano_pair, 12, max_num_seqs=3, max_num_batched_tokens=34)
     assert result.token_ids == plain(nano_pair).token_ids
     sizes = [n for request in drafted(result) for n in request]
     assert max(sizes) == 12 and 0 < min(sizes) < 12
+    assert len(formed) == 1 if mixed_tree_tokens == 0 else len(formed) > 1  # one at start
     assert result.counters.num_accepted_tokens > 0
 
 

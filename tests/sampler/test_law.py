@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from vllm_ddtree.attention.rows import RowBuffers
+from vllm_ddtree.budget.meter import Meter
 from vllm_ddtree.runtime import Runtime
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
 from vllm_ddtree.sampler.walk import walk
@@ -190,6 +191,8 @@ class Bench:
             rows=RowBuffers(num_reqs * rows, num_reqs, law.budget, self.device),
             path_rows=torch.zeros(num_reqs, depth + 1, dtype=torch.int32, device=device),
             path_lens=torch.zeros(num_reqs, dtype=torch.int32, device=device),
+            uncounted=torch.ones(num_reqs, dtype=torch.int32, device=device),
+            meter=Meter(law.budget, self.device),
         )
         self.runtime.trees.parents[:] = torch.tensor(law.parents, dtype=torch.int32)
         self.tree_sampler = TreeRejectionSampler(

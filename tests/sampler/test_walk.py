@@ -24,6 +24,7 @@ class Walked:
     path: torch.Tensor
     cu_num_logits: torch.Tensor
     query_start_loc: torch.Tensor
+    counts: torch.Tensor
 
 
 def random_tree(rng: np.random.Generator, budget: int, depth: int, vocab: int) -> Tree:
@@ -66,7 +67,10 @@ def run_walk(
         path=torch.arange(int(starts[-1]) + 3, dtype=torch.int64, device=device),
         cu_num_logits=put(cu, torch.int32),
         query_start_loc=put(starts, torch.int32),
+        counts=torch.zeros(2, budget + 1, dtype=torch.int64, device=device),
     )
+    spines = torch.zeros(2 * num_reqs + 2, dtype=torch.int32, device=device)
+    spines[slots[0]] = 1  # left out of the counts
     walk(
         put(np.concatenate(choices), torch.int64),
         put(np.concatenate(drafts), torch.int64),
@@ -79,8 +83,22 @@ def run_walk(
         out.path_rows,
         out.path_lens,
         out.path,
+        spines,
+        out.counts,
     )
+    check_counts(out, budget)
     return out
+
+
+def check_counts(out: Walked, budget: int) -> None:
+    """Rounds by rows and accepted rows, of the trees with two rows or more but the first."""
+    expected = torch.zeros(2, budget + 1, dtype=torch.int64)
+    for i in range(1, len(out.sampled)):
+        num_rows = int(out.cu_num_logits[i + 1] - out.cu_num_logits[i])
+        if num_rows > 1:
+            expected[0, num_rows - 1] += 1
+            expected[1, out.path_rows[i, : out.path_lens[i]].long().cpu()] += 1
+    assert torch.equal(out.counts.cpu(), expected)
 
 
 def random_batch(

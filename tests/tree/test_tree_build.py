@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ddtree.budget.meter import ONE
 from vllm_ddtree.tree.buffers import TreeBuffers, words
 from vllm_ddtree.tree.build import build_trees
 from vllm_ddtree.tree.reference import Tree, build_tree
@@ -51,6 +52,7 @@ def build_and_check(
         if slot >= 0:
             trees.chain[slot] = flag
     draft = torch.full((num_reqs, budget), -9, device=DEVICE)
+    shares = torch.zeros(budget + 1, dtype=torch.int64, device=DEVICE)
     build_trees(
         torch.tensor(log_probs, device=DEVICE),
         torch.tensor(ids, device=DEVICE),
@@ -58,14 +60,22 @@ def build_and_check(
         trees,
         draft,
         depth_limit or num_depths,
+        shares,
     )
+    expected_shares = np.zeros(budget + 1)
     for r, slot in enumerate(slots):
         tokens = np.zeros(budget, np.int64)
         if slot >= 0:
             tree = build_tree(log_probs[r], ids[r], budget, depth_limit, bool(chain[r]))
             check_slot(trees, slot, tree)
             tokens[: tree.num_nodes] = tree.tokens[1:]
+            spine = ids[r, : depth_limit or num_depths, 0]
+            np.testing.assert_array_equal(trees.spines[slot, : len(spine)].cpu().numpy(), spine)
+            if not chain[r]:
+                expected_shares[: tree.num_nodes + 1] += np.exp(tree.scores.astype(float))
         np.testing.assert_array_equal(draft[r].cpu().numpy(), tokens)
+    # Path probabilities, in fixed point, of all trees but the spines.
+    np.testing.assert_allclose(shares.cpu().numpy() / ONE, expected_shares, atol=1e-4)
     return trees
 
 

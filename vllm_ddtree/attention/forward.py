@@ -20,8 +20,8 @@ def tree_forward(
     output_scale: torch.Tensor | None = None,
     output_block_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`AttentionImpl.forward` (v1/attention/backend.py) of a backend whose cache is
-    [num_blocks, Hkv, block_size, K | V].
+    """`AttentionImpl.forward` (v1/attention/backend.py) over a cache [num_blocks, Hkv, block_size,
+    K | V].
 
     The implementation is a subclass of the backend's (by single inheritance, so that a layer's own
     object can become one), with its forward as `plain_forward`, which serves rows outside trees,

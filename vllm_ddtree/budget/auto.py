@@ -1,62 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget that gives most tokens a second at a number of running requests.
 
-Tokens a round are 1 + the accepted nodes expected of a budget; milliseconds a round are measured at
-start (`cost.py`). Expected acceptance starts from a prior and follows what the server's own
-requests accept.
+Tokens a round are 1 + the accepted nodes expected of a budget (`acceptance.py`), milliseconds a
+round are measured (`cost.py`). Both follow what the server's own requests show.
 """
 
+import itertools
+import time
+from concurrent.futures import Future
 from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.cost import Costs
+from vllm_ddtree.budget.meter import Counts, read_meter
 
 logger = init_logger("vllm.ddtree")
 
-TIERS = (63, 31, 15, 7, 3, 0)
+TIERS = (63, 31, 23, 15, 11, 7, 5, 3, 1, 0)
 """Budgets to choose from; vLLM captures graphs for each."""
 SCHEDULE = [(1, 2, 63), (3, 8, 31), (9, 16, 15), (17, 64, 7), (65, 128, 3), (129, 4096, 0)]
 """(first, last running request, budget) until the machine has been measured."""
-PRIOR = {0: 0.0, 3: 1.6, 7: 2.2, 15: 2.6, 31: 3.0, 63: 3.25}
-"""Accepted nodes before anything is known: a middling drafter, in the proportions that the trained
-pairs of different strength have in common."""
-WINDOW = 2000
-"""Rounds (of one request) over which acceptance is averaged."""
-REFRESH = 200
-"""Rounds between two looks at the schedule."""
-MARGIN = 1.03
+READ_EVERY = 32
+"""Steps between two looks at the meter."""
+READ_AFTER = 4
+"""Steps until an answer is taken: by then every call before it has been answered, so that taking
+it waits for nothing."""
+MARGIN = 1.02
 """A budget gives way only to one that is better by this factor, so that noise does not switch
 it."""
-
-
-class Acceptance:
-    """Accepted nodes expected of each budget: what was seen there, else the prior scaled by what
-    was seen elsewhere."""
-
-    def __init__(self) -> None:
-        self.mean: dict[int, float] = {}
-        self.weight: dict[int, float] = {}
-
-    def observe(self, budget: int, accepted: int) -> None:
-        """One round of one request."""
-        if budget not in PRIOR or budget == 0:
-            return
-        weight = self.weight.get(budget, 0.0) + 1.0
-        mean = self.mean.get(budget, 0.0)
-        self.mean[budget] = mean + (accepted - mean) / min(weight, WINDOW)
-        self.weight[budget] = min(weight, WINDOW)
-
-    def expected(self, budget: int) -> float:
-        """Accepted nodes a round, never more than the budget."""
-        seen = sum(self.weight[b] * self.mean[b] for b in self.mean)
-        prior = sum(self.weight[b] * PRIOR[b] for b in self.mean)
-        # The prior itself counts as some rounds, so that the first few do not decide.
-        scale = (seen + 50 * PRIOR[31]) / (prior + 50 * PRIOR[31])
-        guess = PRIOR[budget] * scale
-        weight = self.weight.get(budget, 0.0)
-        own = self.mean.get(budget, 0.0)
-        return min(float(budget), (own * weight + guess * 50) / (weight + 50))
+SAY_EVERY = 60.0
+"""Seconds between two log lines about the schedule."""
 
 
 class AutoBudget:
@@ -71,54 +46,104 @@ class AutoBudget:
     def __init__(self, costs: Costs, max_num_seqs: int) -> None:
         self.costs = costs
         self.acceptance = Acceptance()
-        self.budgets = [0] * (max_num_seqs + 1)
-        self._rounds = 0
+        self._size = max_num_seqs + 1
+        self._chosen: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        self._tokens: dict[int, float] = {}
         self.refresh()
 
     def __len__(self) -> int:
-        return len(self.budgets)
+        return self._size
 
     def __getitem__(self, num_reqs: int) -> int:
-        return self.budgets[num_reqs]
-
-    def observe(self, budget: int, accepted: int) -> None:
-        """One verified round of one request."""
-        self.acceptance.observe(budget, accepted)
-        self._rounds += 1
-        if self._rounds % REFRESH == 0:
-            self.refresh()
+        if num_reqs not in self._fresh:
+            self._chosen[num_reqs] = self._best(num_reqs)
+            self._fresh.add(num_reqs)
+        return self._chosen[num_reqs]
 
     def refresh(self) -> None:
-        """Choose anew for every number of running requests."""
-        tokens = {budget: 1 + self.acceptance.expected(budget) for budget in TIERS}
-        for num_reqs in range(1, len(self.budgets)):
-            self.budgets[num_reqs] = self._best(num_reqs, tokens)
+        """Choose anew for every number of running requests, each when it is asked for."""
+        self._tokens = {budget: 1 + self.acceptance.expected(budget) for budget in TIERS}
+        self._fresh.clear()
 
-    def _best(self, num_reqs: int, tokens: dict[int, float]) -> int:
+    def _best(self, num_reqs: int) -> int:
+        """Most expected tokens a millisecond; what was chosen before, if that is as good."""
+        if num_reqs == 0:
+            return 0
         rates = {}
         for budget in TIERS:
             ms = self.costs.round_ms(budget, num_reqs)
             if ms is not None:
-                rates[budget] = tokens[budget] / ms
+                rates[budget] = self._tokens[budget] / ms
         if not rates:
             # Beyond every graph the widest batch with one is the guide.
-            return self.budgets[num_reqs - 1] if num_reqs > 1 else TIERS[1]
+            return self[max(n for _, n in self.costs.rounds)]
         best = max(rates, key=lambda budget: rates[budget])
-        present = self.budgets[num_reqs]
-        if self._rounds and present in rates and rates[best] < MARGIN * rates[present]:
+        present = self._chosen.get(num_reqs)
+        if present in rates and rates[best] < MARGIN * rates[present]:
             return present
         return best
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """(first, last, budget), as `budget_per_batch_size` has it."""
         found: list[tuple[int, int, int]] = []
-        for num_reqs in range(1, len(self.budgets)):
-            budget = self.budgets[num_reqs]
-            if found and found[-1][2] == budget:
-                found[-1] = (found[-1][0], num_reqs, budget)
-            else:
-                found.append((num_reqs, num_reqs, budget))
+        numbers = range(1, self._size)
+        for budget, group in itertools.groupby(numbers, key=lambda n: self[n]):
+            members = list(group)
+            found.append((members[0], members[-1], budget))
         return found
+
+
+class Watch:
+    """Feeds an `AutoBudget` from the steps of an engine's scheduler.
+
+    Args:
+        auto: the choice of budgets.
+        executor: vLLM's executor, whose workers keep the meters.
+
+    """
+
+    def __init__(self, auto: AutoBudget, executor: Any) -> None:
+        self.auto = auto
+        self._executor = executor
+        self._steps = 0
+        self._last = 0.0
+        self._answer: Future[list[Counts]] | None = None
+        self._said = (0.0, auto.ranges())
+
+    def step(self, scheduler_output: Any, now: float) -> None:
+        """A step's output has come, at `now` seconds.
+
+        Steps follow one another without a pause while there is work, so the time since the one
+        before is the step's own.
+        """
+        lengths = scheduler_output.num_scheduled_tokens
+        if lengths:
+            rows = max(lengths.values())
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            uniform = min(lengths.values()) == rows and (rows == 1 or len(drafts) == len(lengths))
+            if uniform and self._last:
+                self.auto.costs.observe(rows - 1, len(lengths), 1e3 * (now - self._last))
+        self._last = now if lengths else 0.0
+        self._steps += 1
+        if self._steps % READ_EVERY == 0:
+            self._answer = self._executor.collective_rpc(read_meter, non_block=True)
+        elif self._answer is not None and self._steps % READ_EVERY == READ_AFTER:
+            # All ranks hold the same trees.
+            self.auto.acceptance.update(self._answer.result()[0])
+            self._answer = None
+            self.auto.refresh()
+            self._say(now)
+
+    def _say(self, now: float) -> None:
+        """The schedule in the log, when it has changed, at most once a minute."""
+        said_at, said = self._said
+        if now - said_at < SAY_EVERY:
+            return
+        ranges = self.auto.ranges()
+        if ranges != said:
+            logger.info("ddtree: budget=auto now %s (first, last request, nodes)", ranges)
+        self._said = now, ranges
 
 
 def attach(engine_core: Any, costs: Costs) -> None:
@@ -137,19 +162,17 @@ def attach(engine_core: Any, costs: Costs) -> None:
         )
         return
     auto = AutoBudget(costs, engine_core.vllm_config.scheduler_config.max_num_seqs)
-    counted = scheduler.make_spec_decoding_stats
+    watch = Watch(auto, engine_core.model_executor)
+    update = scheduler.update_from_output
 
-    def make_spec_decoding_stats(
-        stats: Any, num_draft_tokens: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        accepted = kwargs["num_accepted_tokens"] if "num_accepted_tokens" in kwargs else args[0]
-        auto.observe(num_draft_tokens, accepted)
-        return counted(stats, num_draft_tokens, *args, **kwargs)
+    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+        watch.step(scheduler_output, time.perf_counter())
+        return update(scheduler_output, model_runner_output)
 
-    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
+    scheduler.update_from_output = update_from_output
     scheduler.dynamic_sd_lookup = auto
-    for rows, num_reqs in ((b + 1, n) for b in TIERS for n in (1, 8, 32)):
-        ms = costs.round_ms(rows - 1, num_reqs)
-        if ms is not None:
-            logger.info("ddtree: %d requests, budget %d: %.2f ms a round", num_reqs, rows - 1, ms)
+    for num_reqs in (1, 8, 32, 128):
+        times = ((budget, costs.round_ms(budget, num_reqs)) for budget in reversed(TIERS))
+        words = ", ".join(f"{budget} {ms:.2f}" for budget, ms in times if ms is not None)
+        logger.info("ddtree: %d requests, ms a round by budget: %s", num_reqs, words or "no graph")
     logger.info("ddtree: budget=auto starts with %s (first, last request, nodes)", auto.ranges())

@@ -1,31 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round costs on this machine, measured at start.
+"""What a round costs on this machine: measured at start, corrected by the rounds served.
 
 After the CUDA graphs are captured, a dummy round of every captured shape is run and timed: target
 forward, logits, draft, as vLLM's own `_dummy_run` does it (v1/worker/gpu/model_runner.py). All
-ranks measure at the same time and in the same order, so that collectives meet.
+ranks measure at the same time and in the same order, so that collectives meet. Dummy rounds have
+next to no context, and a machine under load clocks lower, so the scheduler corrects them.
 """
 
+import bisect
 import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+WARM_UP = 2
 REPEATS = 5
+START_WEIGHT = 8
+"""Observed rounds that count as much as the measurement at start."""
+WINDOW = 40
+"""Rounds over which observed times are averaged."""
+
+Shape = tuple[int, int]
+"""(rows a request, requests) of a captured graph."""
 
 
 @dataclass
 class Costs:
     """Milliseconds a round; empty where vLLM captured no graphs."""
 
-    rounds: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(rows a request, requests) -> target forward, logits, draft (no draft for one row)."""
+    rounds: dict[Shape, float] = field(default_factory=dict)
+    """Target forward, logits and draft (no draft for one row), as measured at start."""
+    _observed: dict[Shape, tuple[int, float]] = field(default_factory=dict)
+    """Rounds seen and their mean time over the measured one."""
+    _widths: dict[int, list[int]] = field(default_factory=dict)
+
+    def shape(self, budget: int, num_reqs: int) -> Shape | None:
+        """The graph that serves `num_reqs` requests of `budget` nodes; None if there is none."""
+        if not self._widths:
+            for rows, n in sorted(self.rounds):
+                self._widths.setdefault(rows, []).append(n)
+        widths = self._widths.get(budget + 1, [])
+        index = bisect.bisect_left(widths, num_reqs)
+        return (budget + 1, widths[index]) if index < len(widths) else None
 
     def round_ms(self, budget: int, num_reqs: int) -> float | None:
         """A round of `num_reqs` requests with `budget` nodes each; None if no graph serves it."""
-        fitting = [n for rows, n in self.rounds if rows == budget + 1 and n >= num_reqs]
-        return self.rounds[budget + 1, min(fitting)] if fitting else None
+        shape = self.shape(budget, num_reqs)
+        return self.rounds[shape] * self._correction(shape) if shape else None
+
+    def observe(self, budget: int, num_reqs: int, ms: float) -> None:
+        """A round took `ms`. What cannot be a round's time (a pause, a burst) is not counted."""
+        shape = self.shape(budget, num_reqs)
+        if shape is None or not 0.5 < ms / self.rounds[shape] < 4.0:
+            return
+        count, mean = self._observed.get(shape, (0, 1.0))
+        count += 1
+        weight = min(count + START_WEIGHT, WINDOW)
+        self._observed[shape] = count, mean + (ms / self.rounds[shape] - mean) / weight
+
+    def _correction(self, shape: Shape) -> float:
+        """Observed over measured time, of this shape or else of the nearest in tokens."""
+        if shape in self._observed:
+            return self._observed[shape][1]
+        tokens = math.log2(shape[0] * shape[1])
+        near = [
+            (abs(tokens - math.log2(rows * n)), mean)
+            for (rows, n), (_, mean) in self._observed.items()
+        ]
+        distance, mean = min(near, default=(2.0, 1.0))
+        return mean if distance <= 1.0 else 1.0
 
 
 def _round(runner: Any, rows: int, num_reqs: int) -> None:
@@ -38,9 +86,12 @@ def _round(runner: Any, rows: int, num_reqs: int) -> None:
     runner.execute_model(output, dummy_run=True)
     state, runner.execute_model_state = runner.execute_model_state, None
     batch = state.input_batch
-    runner.model.compute_logits(state.hidden_states[: rows * num_reqs])
+    runner.model.compute_logits(state.hidden_states[: rows * num_reqs]).argmax(-1)
     if rows == 1:
         return
+    # As after a verify step that accepted nothing.
+    step = runner.model_state.runtime.step
+    step.verified, step.has_plain_rows = True, False
     ones = torch.ones(batch.num_reqs, dtype=torch.int32, device=runner.device)
     runner.speculator.propose(
         input_batch=batch,
@@ -49,7 +100,7 @@ def _round(runner: Any, rows: int, num_reqs: int) -> None:
         last_hidden_states=state.hidden_states,
         aux_hidden_states=state.aux_hidden_states,
         num_sampled=ones,
-        num_rejected=torch.zeros_like(ones),
+        num_rejected=ones * (rows - 1),
         last_sampled=runner.req_states.last_sampled_tokens,
         next_prefill_tokens=runner.req_states.next_prefill_tokens,
         temperature=runner.sampler.sampling_states.temperature.gpu,
@@ -58,9 +109,31 @@ def _round(runner: Any, rows: int, num_reqs: int) -> None:
     )
 
 
+@contextmanager
+def _random_tokens(runner: Any) -> Iterator[None]:
+    """Dummy rounds with random tokens: equal rows would draw less power than real ones."""
+    manager, buffers = runner.cudagraph_manager, runner.input_buffers
+    replay = manager.run_fullgraph
+    vocab = runner.model_config.get_vocab_size()
+    generator = torch.Generator(runner.device).manual_seed(0)  # the same on all ranks
+
+    def run_fullgraph(desc: Any, *args: Any, **kwargs: Any) -> Any:
+        buffers.input_ids[: desc.num_tokens].random_(0, vocab, generator=generator)
+        return replay(desc, *args, **kwargs)
+
+    manager.run_fullgraph = run_fullgraph
+    try:
+        yield
+    finally:
+        del manager.run_fullgraph
+
+
 @torch.inference_mode()
 def measure(worker: Any) -> Costs:
-    """Time a round of every shape that a worker has a FULL graph for. Before the first request."""
+    """Time a round of every shape that a worker has a FULL graph for. Before the first request.
+
+    The number of repeats is the same on all ranks: it follows from the shapes alone.
+    """
     runner = worker.model_runner
     costs = Costs()
     manager = runner.cudagraph_manager
@@ -71,16 +144,20 @@ def measure(worker: Any) -> Costs:
         for desc in manager.graphs
         if desc.num_reqs and desc.num_tokens % desc.num_reqs == 0 and not desc.num_active_loras
     }
-    for rows, num_reqs in sorted(shapes):
-        _round(runner, rows, num_reqs)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-        events[0].record()
-        for i in range(REPEATS):
-            _round(runner, rows, num_reqs)
-            events[i + 1].record()
-        torch.cuda.synchronize()
-        times = sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
-        costs.rounds[rows, num_reqs] = times[REPEATS // 2]
-    # A dummy round names request slots; leave no tree in them.
-    runner.model_state.runtime.trees.parents.fill_(-1)
+    with _random_tokens(runner):
+        for rows, num_reqs in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)):
+            for _ in range(WARM_UP):
+                _round(runner, rows, num_reqs)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+            events[0].record()
+            for i in range(REPEATS):
+                _round(runner, rows, num_reqs)
+                events[i + 1].record()
+            torch.cuda.synchronize()
+            times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+            costs.rounds[rows, num_reqs] = statistics.median(times)
+    # Dummy rounds name request slots: leave no tree in them, and no counts.
+    runtime = runner.model_state.runtime
+    runtime.trees.parents.fill_(-1)
+    runtime.meter.reset()
     return costs

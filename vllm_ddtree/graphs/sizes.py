@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which draft batches get a CUDA graph, counted in requests.
+"""Which batches get a CUDA graph, counted in requests.
 
-Draft and verify have different token counts a request (block size, budget + 1). The verify step
-keeps the sizes vLLM plans for it; the draft forward has a plan of its own, so that neither leaves
-holes in the other.
+Draft and verify have different token counts a request (block size, budget + 1). Each has a plan
+of its own, so that neither leaves holes in the other.
 """
 
+MAX_VERIFY_TOKENS = 2048
+"""Widest captured verify batch of a given budget."""
+MAX_AUTO_TOKENS = 1024
+"""Widest captured verify batch of `"budget": "auto"`, which has other budgets for wider ones."""
 MAX_DRAFT_TOKENS = 2048
 """Widest captured draft batch. Its logits stay in the graphs' memory pool: at a vocabulary of 152k
 in half precision 0.3 MB a token."""
@@ -47,13 +50,29 @@ def draft_sizes(
 def auto_sizes(largest: int) -> list[int]:
     """Capture sizes of the verify step, in tokens, for `"budget": "auto"`.
 
-    Its budgets + 1 are powers of two, so sizes 2^k and 3 * 2^k serve 1, 2, 3, 4, 6, 8, 12, ...
-    requests at each of them with few graphs, where vLLM's own plan would capture every multiple of
-    8 for every budget.
+    Its budgets + 1 are 2^k or 3 * 2^k, so these sizes serve 1, 2, 3, 4, 6, 8, 12, ... requests at
+    each of them with few graphs, where a dense plan would capture every multiple of 8 for every
+    budget.
 
     Args:
-        largest: vLLM's ceiling, tokens.
+        largest: ceiling, tokens.
 
     """
     powers = [2**k for k in range(largest.bit_length())]
     return sorted(size for size in {*powers, *(3 * p for p in powers)} if size <= largest)
+
+
+def verify_sizes(own: list[int], tiers: list[tuple[int, int]], largest: int) -> list[int]:
+    """Capture sizes of the verify step, in tokens, for given budgets.
+
+    vLLM's plan ends at 512 tokens on most GPUs (config/vllm.py, `_set_cudagraph_sizes`), which is
+    16 requests of budget 31.
+
+    Args:
+        own: vLLM's sizes.
+        tiers: (budget + 1, most requests that run with it) of each budget.
+        largest: ceiling, tokens.
+
+    """
+    more = {n * rows for rows, limit in tiers for n in request_counts(limit)}
+    return sorted({*own, *(size for size in more if size <= largest)})

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm_ddtree import runtime
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
+from vllm_ddtree.proposer.context import ContextRows
 from vllm_ddtree.tree.build import build_trees
 
 logger = init_logger("vllm.ddtree")
@@ -70,12 +71,13 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self.tree_slots = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
+        self.context = ContextRows(self.max_num_reqs, rt.max_path, device)
         # Made by the first (profiling) run, which shows the width of the drafter's logits.
         self.candidates: Candidates | None = None
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        # A verify step leaves budget + 1 context rows a request, not block_size.
-        return min(num_reqs * self.runtime.num_rows, self.max_num_tokens)
+        # A verify step leaves the rows of a path, whatever the budget.
+        return min(num_reqs * self.runtime.max_path, self.max_num_tokens)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """DFlash's choice of mode, with capture sizes counted in draft blocks."""
@@ -146,6 +148,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.trees,
             self.tree_tokens[:num_reqs],
             rt.depth,
+            rt.meter.counts[0],
         )
 
     @torch.inference_mode()
@@ -156,29 +159,41 @@ class DDTreeSpeculator(DFlashSpeculator):
         slot_mappings: dict[str, torch.Tensor],
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft trees for the batch.
 
         The drafter's context is the accepted path's rows in path order: vLLM drops the last
-        `num_rejected` rows of each request, so the path is gathered to the front first.
+        `num_rejected` rows of each request, so the path is gathered to the front first, where it
+        is not there already.
 
         Returns:
             [num_reqs, budget] int64, the trees' tokens in row order.
 
         """
-        if aux_hidden_states and self.runtime.step.verified:
-            path = self.runtime.rows.path[: input_batch.num_tokens]
-            aux_hidden_states = [states[path] for states in aux_hidden_states]
+        step = self.runtime.step
+        if aux_hidden_states and step.verified and not step.as_chains:
+            if step.has_plain_rows:
+                path = self.runtime.rows.path[: input_batch.num_tokens]
+                aux_hidden_states = [states[path] for states in aux_hidden_states]
+            else:
+                input_batch, aux_hidden_states, num_rejected = self.context.gather(
+                    self.runtime, input_batch, aux_hidden_states, num_rejected
+                )
         super().propose(
             input_batch,
             attn_metadata,
             slot_mappings,
             last_hidden_states,
             aux_hidden_states,
+            num_sampled,
+            num_rejected,
             *args,
             **kwargs,
         )
-        self.runtime.step.verified = False
+        step.verified = False
+        self.runtime.meter.publish()
         return self.tree_tokens[: input_batch.num_reqs]

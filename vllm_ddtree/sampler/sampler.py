@@ -143,6 +143,8 @@ class TreeRejectionSampler(RejectionSampler):
             runtime.path_rows[start:end],
             runtime.path_lens[start:end],
             runtime.rows.path,
+            runtime.uncounted if runtime.step.as_chains else runtime.trees.chain,
+            runtime.meter.counts[1:],
         )
         if not return_logprobs:
             return None

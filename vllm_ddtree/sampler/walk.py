@@ -20,6 +20,8 @@ def walk(
     path_rows: torch.Tensor,
     path_lens: torch.Tensor,
     path: torch.Tensor,
+    chain: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Follow the target's choices down each request's tree.
 
@@ -41,6 +43,9 @@ def walk(
         path: in/out [max_num_tokens] int64, gather index of the batch: entry j of a request's tree
         rows
             becomes the row of path element j; the others are left as they are.
+        chain: [max_num_reqs] int32, by request slot, 1 for a spine; needed with counts.
+        counts: in/out [2, N] int64 (budget/meter.py): rounds by rows of the tree, less one, and
+            accepted rows, over requests with two rows or more and no spine.
 
     """
     num_reqs = idx_mapping.shape[0]
@@ -60,6 +65,9 @@ def walk(
         path_rows.stride(0),
         path_lens,
         path,
+        chain,
+        counts,
+        0 if counts is None else counts.stride(0),
         max_len,
         BLOCK=triton.next_power_of_2(parents.shape[1]),
         num_warps=1,
@@ -82,6 +90,9 @@ def _walk_kernel(
     path_rows_stride,
     path_lens_ptr,  # [num_reqs]
     path_ptr,  # [max_num_tokens]
+    chain_ptr,  # [max_num_reqs] or None
+    counts_ptr,  # [2, N] or None
+    counts_stride,
     max_len,
     BLOCK: tl.constexpr,
 ):
@@ -100,18 +111,25 @@ def _walk_kernel(
     current = tl.full((), 0, tl.int32)
     length = tl.full((), 0, tl.int32)
     alive = current == 0
+    on_path = tl.zeros([BLOCK], tl.int64)
     for j in range(0, max_len):
         choice = tl.load(choices_ptr + first + current).to(tl.int64)
         tl.store(path_rows_ptr + req * path_rows_stride + j, current, mask=alive)
         tl.store(path_ptr + base + j, base + current, mask=alive)
         tl.store(sampled_ptr + req * sampled_stride + j, choice, mask=alive)
         length += alive.to(tl.int32)
+        on_path = tl.where((row == current) & alive, 1, on_path)
         # Siblings have distinct tokens, so at most one row matches.
         child = tl.max(tl.where((parent == current) & (draft == choice), row, -1), axis=0)
         alive = alive & (child >= 0)
         current = tl.where(alive, child, current)
     tl.store(path_lens_ptr + req, length)
     tl.store(num_sampled_ptr + req, length)
+    if counts_ptr is not None:
+        counted = ((num_rows > 1) & (tl.load(chain_ptr + slot) == 0)).to(tl.int64)
+        tl.atomic_add(counts_ptr + num_rows - 1, counted, sem="relaxed")
+        accepted = counts_ptr + counts_stride + row
+        tl.atomic_add(accepted, on_path * counted, mask=is_row, sem="relaxed")
 
 
 def path_logit_rows(

@@ -5,6 +5,7 @@ import torch
 
 # The builder packs row (8 bits), depth (5) and rank (6) into one 32-bit key.
 MAX_BUDGET = 255
+MAX_DEPTH = 31
 
 
 def words(budget: int) -> int:
@@ -26,6 +27,7 @@ class TreeBuffers:
     chain:     int32 [S], 1 to build only the spine; read by the builder, written by whoever sets
                the policy
     intervals: int32 [S, 2, N], the builder's scratch
+    spines:    int32 [S, 31], the most probable token of each depth, as far as the drafter goes
 
     Every slot starts as the empty tree. Raises ValueError for a budget outside 1..255 or no request
     slots.
@@ -54,6 +56,7 @@ class TreeBuffers:
         self.num_nodes = full(0)
         self.chain = full(0)
         self.intervals = full(0, 2, num_rows)
+        self.spines = full(0, MAX_DEPTH)
 
 
 def _empty_masks(budget: int) -> torch.Tensor:

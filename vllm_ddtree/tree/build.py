@@ -17,9 +17,8 @@ end behind it by one, which are exactly the keys that do not beat the winner's.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.tree.buffers import TreeBuffers
+from vllm_ddtree.tree.buffers import MAX_DEPTH, TreeBuffers
 
-MAX_DEPTH = 31
 MAX_TOP_K = 64
 
 
@@ -30,6 +29,7 @@ def build_trees(
     trees: TreeBuffers,
     draft_tokens: torch.Tensor,
     depth_limit: int,
+    probabilities: torch.Tensor | None = None,
 ) -> None:
     """Grow one tree per batch row into its slot of `trees`, equal to `reference.build_tree`.
 
@@ -41,6 +41,8 @@ def build_trees(
     draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and where
                   the slot is -1
     depth_limit:  deepest node, 1..D
+    probabilities: int64 [N], in/out: 2^20 times the path probability of each row is added, for
+                  every tree that is not a spine (budget/meter.py)
 
     Reads and writes only device memory and allocates nothing, so it can be captured in a graph.
     Slots other than -1 must differ. Raises ValueError when a shape, dtype or limit does not fit.
@@ -66,6 +68,8 @@ def build_trees(
         trees.num_nodes,
         trees.chain,
         trees.intervals,
+        trees.spines,
+        probabilities,
         NUM_ROWS=trees.num_rows,
         BLOCK=max(32, triton.next_power_of_2(trees.num_rows)),
         NUM_WORDS=trees.num_words,
@@ -146,6 +150,8 @@ def _build_trees_kernel(
     num_nodes_ptr,  # int32 [S]
     chain_ptr,  # int32 [S]
     intervals_ptr,  # int32 [S, 2, N]
+    spines_ptr,  # int32 [S, 31]
+    probabilities_ptr,  # int64 [N] or None
     NUM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_WORDS: tl.constexpr,
@@ -220,10 +226,23 @@ def _build_trees_kernel(
         top = tl.max(pending, axis=0)
         new += 1
 
+    level = tl.arange(0, 32)
+    spine = tl.load(
+        token_ids_ptr + batch_row * token_ids_stride_r + level.to(tl.int64) * token_ids_stride_d,
+        mask=level < DEPTH_LIMIT,
+        other=0,
+    )
+    tl.store(spines_ptr + slot * 31 + level, spine.to(tl.int32), mask=level < DEPTH_LIMIT)
+
     num_nodes = new - 1
     tl.store(num_nodes_ptr + slot, num_nodes)
     valid = row <= num_nodes
     is_node = valid & (row > 0)
+    if probabilities_ptr is not None:
+        # `cumulative` is 0 for the root, so its count is the number of trees.
+        share = (tl.exp(cumulative) * 1048576.0).to(tl.int64)
+        share = tl.where(valid & siblings, share, 0)
+        tl.atomic_add(probabilities_ptr + row, share, mask=row < NUM_ROWS, sem="relaxed")
     depth = (won >> DEPTH_AT) & 31
     token = tl.load(
         token_ids_ptr

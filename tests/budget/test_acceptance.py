@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accepted nodes expected of a budget, against rounds of a known drafter."""
+
+import random
+
+import pytest
+
+from vllm_ddtree.budget.acceptance import PRIOR_ROUNDS, Acceptance, prior
+from vllm_ddtree.budget.meter import ONE, Counts
+
+
+class Rounds:
+    """A meter's counts under a drafter whose row i is claimed with `claim`, right with `truth`."""
+
+    def __init__(self, size: int, claim: list[float], truth: list[float]) -> None:
+        self.size, self.claim, self.truth = size, claim, truth
+        self.counts: Counts = [[0] * size for _ in range(3)]
+        self.random = random.Random(0)
+
+    def verify(self, budget: int, rounds: int) -> Counts:
+        for _ in range(rounds):
+            self.counts[0][0] += ONE
+            self.counts[1][budget] += 1
+            self.counts[2][0] += 1
+            for row in range(1, self.size):
+                self.counts[0][row] += int(self.claim[row] * ONE)
+                if row <= budget and self.random.random() < self.truth[row]:
+                    self.counts[2][row] += 1
+        return [list(row) for row in self.counts]
+
+
+def test_prior() -> None:
+    assert prior(0) == 0.0 and prior(3) == 1.5
+    values = [prior(n) for n in range(256)]
+    assert values == sorted(values)
+    fresh = Acceptance()
+    assert [fresh.expected(n) for n in (0, 15, 63)] == [0.0, prior(15), prior(63)]
+    assert fresh.expected(1) <= 1.0
+
+
+@pytest.mark.parametrize("budget", [7, 31])
+def test_right_claims_serve_every_budget(budget: int) -> None:
+    chances = [1.0] + [0.9 / (row + 1) for row in range(1, 64)]
+    rounds = Rounds(64, chances, chances)
+    acceptance = Acceptance()
+    acceptance.update(rounds.verify(budget, 3000))
+    for n in (1, 3, 7, 15, 31, 63):  # verified and unverified rows alike
+        assert acceptance.expected(n) == pytest.approx(sum(chances[1 : n + 1]), rel=0.08)
+
+
+def test_wrong_claims_are_corrected() -> None:
+    claim = [1.0] + [0.5] * 63
+    truth = [1.0] + [0.25] * 7 + [0.05] * 56
+    rounds = Rounds(64, claim, truth)
+    acceptance = Acceptance()
+    acceptance.update(rounds.verify(7, 3000))
+    assert acceptance.expected(7) == pytest.approx(7 * 0.25, rel=0.08)
+    # Beyond what was verified the last correction holds.
+    assert acceptance.expected(15) == pytest.approx(15 * 0.25, rel=0.1)
+    acceptance.update(rounds.verify(63, 3000))
+    assert acceptance.expected(15) == pytest.approx(7 * 0.25 + 8 * 0.05, rel=0.1)
+
+
+def test_old_rounds_fade() -> None:
+    good = Rounds(8, [1.0] * 8, [1.0] * 8)
+    acceptance = Acceptance()
+    acceptance.update(good.verify(7, 4000))
+    assert acceptance.expected(7) > 6.5
+    good.truth = [1.0] + [0.0] * 7
+    for _ in range(10):
+        acceptance.update(good.verify(7, 2000))
+    assert acceptance.expected(7) < 0.5
+
+
+def test_few_rounds_decide_little() -> None:
+    acceptance = Acceptance()
+    rounds = Rounds(64, [1.0] + [0.9] * 63, [1.0] + [0.0] * 63)
+    acceptance.update(rounds.verify(31, PRIOR_ROUNDS // 10))
+    assert acceptance.expected(31) > 0.5 * prior(31)
+
+
+def test_never_above_the_budget() -> None:
+    # Modest claims about the rows verified, too high ones about the rest: corrected above 1.
+    rounds = Rounds(64, [1.0] + [0.5] * 7 + [1.0] * 56, [1.0] * 64)
+    acceptance = Acceptance()
+    acceptance.update(rounds.verify(7, 100_000))
+    assert acceptance.expected(63) == 63.0 and acceptance.expected(0) == 0.0

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many nodes a budget accepts: the trees' own path probabilities, corrected by what is seen.
+
+A best-first tree of n nodes is the first n nodes of every larger one, so one count by row serves
+all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summed. A row's chance
+is its mean path probability times a correction, observed over predicted acceptance, by ranges of
+rows. Ranges that no round has verified lately take the correction of the range before.
+"""
+
+import itertools
+import math
+
+from vllm_ddtree.budget.meter import ONE, Counts
+
+RANGES = ((1, 1), (2, 3), (4, 5), (6, 7), (8, 11), (12, 15), (16, 23), (24, 31), (32, 255))
+"""First and last row of each range with a correction of its own."""
+PRIOR = {0: 0.0, 1: 0.8, 3: 1.5, 7: 2.2, 15: 2.6, 31: 3.0, 63: 3.25, 255: 3.6}
+"""Accepted nodes before anything is known: a middling drafter."""
+PRIOR_ROUNDS = 50
+"""Rounds that count as much as what was known before them."""
+WINDOW = 4000
+"""Rounds (of one request) over which counts are averaged."""
+
+
+def prior(budget: int) -> float:
+    """Accepted nodes of a budget before anything is known."""
+    for (low, below), (high, above) in itertools.pairwise(PRIOR.items()):
+        if budget <= high:
+            return below + (above - below) * (budget - low) / (high - low)
+    return PRIOR[255]
+
+
+class Acceptance:
+    """Accepted nodes expected of each budget."""
+
+    def __init__(self) -> None:
+        self._last: Counts = []
+        self._trees = 0.0
+        self._means: list[tuple[float, float, float]] = []
+
+    def update(self, counts: Counts) -> None:
+        """Take the meter's counts since the engine's start (`Meter.read`)."""
+        if not self._last:
+            self._last = [[0] * len(row) for row in counts]
+            self._sums = [[0.0] * len(row) for row in counts]
+        new = [
+            [now - before for now, before in zip(*rows, strict=True)]
+            for rows in zip(counts, self._last, strict=True)
+        ]
+        self._last = counts
+        trees = new[0][0] / ONE
+        decay = math.exp(-trees / WINDOW)
+        self._sums = [
+            [old * decay + more for old, more in zip(*rows, strict=True)]
+            for rows in zip(self._sums, new, strict=True)
+        ]
+        self._trees = self._sums[0][0] / ONE
+        # Rounds that had a row: those with a tree of at least as many rows.
+        self._rounds = list(itertools.accumulate(reversed(self._sums[1])))[::-1]
+
+    def expected(self, budget: int) -> float:
+        """Accepted nodes a round, never more than the budget."""
+        if self._trees <= 0.0:
+            return min(float(budget), prior(budget))
+        total, correction = 0.0, 1.0
+        for first, last in RANGES:
+            rows = range(first, min(last + 1, len(self._rounds)))
+            chances = [self._sums[0][row] / self._sums[0][0] for row in rows]
+            mean = sum(chances)
+            predicted = sum(self._rounds[row] * q for row, q in zip(rows, chances, strict=True))
+            seen = sum(self._sums[2][row] for row in rows)
+            if mean > 0.0:
+                known = PRIOR_ROUNDS * mean
+                correction = (seen + correction * known) / (predicted + known)
+            total += correction * sum(chances[: max(0, budget + 1 - first)])
+            if last >= budget:
+                break
+        weight = self._trees / (self._trees + PRIOR_ROUNDS)
+        return min(float(budget), weight * total + (1.0 - weight) * prior(budget))

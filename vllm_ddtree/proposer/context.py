@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter's new context after a verify step: the accepted path's rows, in path order.
+
+vLLM's DFlash speculator (v1/worker/gpu/spec_decode/dflash/speculator.py) combines the target's
+auxiliary hidden states of every verified row and drops the last `num_rejected` rows of each
+request. Of a tree the path alone counts, depth + 1 rows at most: only these are handed on, so the
+drafter's work on its context does not grow with the budget.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.triton_utils import tl, triton
+
+from vllm_ddtree.runtime import Runtime
+
+
+class ContextRows:
+    """Persistent buffers of a batch of which every request has verified a tree.
+
+    With C rows a request, the longest path (root included):
+
+    query_start_loc: int32 [max_num_reqs + 1], C apart
+    positions:       int64 [max_num_reqs * C]
+    sources:         int64 [max_num_reqs * C], row of the verify batch
+    num_rejected:    int32 [max_num_reqs], rows at each request's end that are no path
+    states:          [max_num_reqs * C, S * H] of S auxiliary states, made by the first batch
+    """
+
+    def __init__(self, max_num_reqs: int, rows: int, device: torch.device) -> None:
+        self.rows = rows
+
+        def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.query_start_loc = torch.arange(
+            0, max_num_reqs * self.rows + 1, self.rows, dtype=torch.int32, device=device
+        )
+        self.query_start_loc_np = self.query_start_loc.cpu().numpy()
+        self.positions = zeros(max_num_reqs * self.rows, torch.int64)
+        self.sources = zeros(max_num_reqs * self.rows, torch.int64)
+        self.num_rejected = zeros(max_num_reqs, torch.int32)
+        self.states: torch.Tensor | None = None
+
+    def gather(
+        self,
+        runtime: Runtime,
+        batch: Any,
+        aux_hidden_states: list[torch.Tensor],  # S of [num_tokens, H]
+        num_rejected: torch.Tensor,  # [num_reqs] int32
+    ) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
+        """The batch, its auxiliary states and its rejected rows, of C rows a request.
+
+        Args:
+            runtime: the engine's rows; its `path` names each path element's row.
+            batch: vLLM's InputBatch, every request with a tree; not changed.
+            aux_hidden_states: the target's, by row of the batch.
+            num_rejected: rows of each request that are not on the path.
+
+        Returns:
+            A copy of the batch for `DFlashSpeculator.propose`, one tensor [num_reqs * C, S * H] in
+            a list, and int32 [num_reqs]. They are views of the buffers: valid until the next call.
+
+        """
+        num_reqs, rows = batch.num_reqs, self.rows
+        _context_rows_kernel[(num_reqs,)](
+            batch.query_start_loc,
+            num_rejected,
+            batch.positions,
+            runtime.rows.path,
+            self.positions,
+            self.sources,
+            self.num_rejected,
+            ROWS=rows,
+            BLOCK=triton.next_power_of_2(rows),
+            num_warps=1,
+        )
+        first = aux_hidden_states[0]
+        width = first.shape[1] * len(aux_hidden_states)
+        if self.states is None:
+            size = (self.sources.shape[0], width)
+            self.states = torch.zeros(size, dtype=first.dtype, device=first.device)
+        gather_states(aux_hidden_states, self.sources[: num_reqs * rows], self.states)
+        compact = copy.copy(batch)
+        compact.num_tokens = num_reqs * rows
+        compact.num_scheduled_tokens = np.full(num_reqs, rows, dtype=np.int32)
+        compact.query_start_loc = self.query_start_loc[: num_reqs + 1]
+        compact.query_start_loc_np = self.query_start_loc_np[: num_reqs + 1]
+        compact.positions = self.positions
+        return compact, [self.states[: num_reqs * rows]], self.num_rejected[:num_reqs]
+
+
+@triton.jit
+def _context_rows_kernel(
+    query_start_loc_ptr,  # [num_reqs + 1], of the verify batch
+    num_rejected_ptr,  # [num_reqs]
+    positions_ptr,  # [num_tokens], linear
+    path_ptr,  # [num_tokens]
+    out_positions_ptr,  # [num_reqs * ROWS]
+    out_sources_ptr,  # [num_reqs * ROWS]
+    out_num_rejected_ptr,  # [num_reqs]
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    req = tl.program_id(0).to(tl.int64)
+    start = tl.load(query_start_loc_ptr + req).to(tl.int64)
+    end = tl.load(query_start_loc_ptr + req + 1).to(tl.int64)
+    length = end - start - tl.load(num_rejected_ptr + req)
+    tl.store(out_num_rejected_ptr + req, (ROWS - length).to(tl.int32))
+    j = tl.arange(0, BLOCK)
+    on_path = j < length
+    # Rows past the path are read by nobody, but must name a row there is.
+    source = tl.load(path_ptr + start + j, mask=on_path, other=start)
+    position = tl.load(positions_ptr + start + j, mask=on_path, other=0)
+    tl.store(out_sources_ptr + req * ROWS + j, source, mask=j < ROWS)
+    tl.store(out_positions_ptr + req * ROWS + j, position, mask=j < ROWS)
+
+
+def gather_states(
+    states: list[torch.Tensor],
+    sources: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Rows of several states side by side, in one launch.
+
+    Args:
+        states: S of [num_tokens, H], contiguous in H.
+        sources: [n] int64, row of each output row.
+        out: [n or more, S * H], the first n rows are written.
+
+    """
+    width = states[0].shape[1]
+    block = min(2048, triton.next_power_of_2(width))
+    _gather_states_kernel[(sources.shape[0], triton.cdiv(width, block))](
+        tuple(states),
+        tuple(state.stride(0) for state in states),
+        sources,
+        out,
+        out.stride(0),
+        WIDTH=width,
+        BLOCK=block,
+    )
+
+
+@triton.jit
+def _gather_states_kernel(
+    states,  # S of [num_tokens, WIDTH]
+    strides,
+    sources_ptr,  # [n]
+    out_ptr,  # [n, S * WIDTH]
+    out_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(sources_ptr + row)
+    out_ptr += row * out_stride
+    for i in tl.static_range(len(states)):
+        state = tl.load(states[i] + source * strides[i] + column, mask=column < WIDTH)
+        tl.store(out_ptr + i * WIDTH + column, state, mask=column < WIDTH)
