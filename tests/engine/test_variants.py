@@ -174,12 +174,15 @@ def test_freed_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from vllm.platforms import current_platform
 
-    from vllm_ddtree.model_state import DDTreeModelState
+    from vllm_ddtree import model_state
 
+    # Trees beside prefills, not chains.
+    monkeypatch.setattr(model_state, "MIXED_TREE_TOKENS", 0)
     pair = mixed(tmp_path)
     expected = run_engine(pair.target, None, *batch(), **ENGINE)
     check = current_platform.check_and_update_config
-    prepare_attn = DDTreeModelState.prepare_attn
+    state_class = model_state.DDTreeModelState
+    prepare_attn = state_class.prepare_attn
     freed = 0
 
     def keep_async(_: Any, vllm_config: Any) -> None:
@@ -205,11 +208,16 @@ def test_freed_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             )
             return prepare_attn(self, *args, **kwargs)
 
-        monkeypatch.setattr(DDTreeModelState, "prepare_attn", poison)
+        monkeypatch.setattr(state_class, "prepare_attn", poison)
         result = generate(llm, *batch())
     assert freed > 0, "no block was ever freed"
     assert result.token_ids == expected.token_ids
     assert result.counters.num_accepted_tokens > 0
+
+
+def accepted(result: Any) -> list[list[int]]:
+    """Accepted nodes of each round of each request."""
+    return [list(o.outputs[0].spec_decode_metrics.per_step_accepted) for o in result.outputs]
 
 
 def test_prefix_caching(tmp_path: Path) -> None:
@@ -226,19 +234,28 @@ def test_prefix_caching(tmp_path: Path) -> None:
         for _ in range(2):
             result = generate(llm, prompts, params)
             assert result.token_ids == expected.token_ids
-            rounds.append(
-                [list(o.outputs[0].spec_decode_metrics.per_step_accepted) for o in result.outputs]
-            )
+            rounds.append(accepted(result))
         assert min(output.num_cached_tokens for output in result.outputs) >= 32
     assert rounds[0] == rounds[1]
     assert result.counters.num_accepted_tokens > 0
 
 
-def test_one_kv_group_for_all_layers(tmp_path: Path) -> None:
-    """Without the hybrid KV cache manager windowed layers lie in a group with full ones."""
+def test_one_kv_group_or_several(tmp_path: Path) -> None:
+    """Without the hybrid KV cache manager windowed layers lie in a group with full ones, and with
+    the drafter's: the same text in the same rounds, so the drafter reads the same context.
+    """
     pair = soft_capped(tmp_path)
-    one = {**ENGINE, "disable_hybrid_kv_cache_manager": True}
-    expected = run_engine(pair.target, None, *batch(), **one)
-    result = run_engine(pair.target, ddtree(pair, 12), *batch(), **one)
-    assert result.token_ids == expected.token_ids
-    assert result.counters.num_accepted_tokens > 0
+    keys = {**ENGINE, "per_request_spec_decode_metrics": "detailed"}
+    one, several = (
+        run_engine(
+            pair.target,
+            ddtree(pair, 12),
+            *batch(),
+            disable_hybrid_kv_cache_manager=disable,
+            **keys,
+        )
+        for disable in (True, False)
+    )
+    assert one.token_ids == several.token_ids
+    assert accepted(one) == accepted(several)
+    assert one.counters.num_accepted_tokens > 0
