@@ -47,7 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target")
     parser.add_argument("drafter")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[7, 8, 15, 31, 63])
+    budget_of = lambda text: text if text == "auto" else int(text)  # noqa: E731
+    parser.add_argument("--budgets", type=budget_of, nargs="+", default=[7, 8, 15, 31, 63, "auto"])
     parser.add_argument("--chain", type=int, default=None, help="draft tokens of the chain")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)

@@ -10,15 +10,18 @@ Writes kernels.json and kernels.md. Columns:
 
 top-k, build           candidates of the draft positions, growing the trees
 rows                   tree positions, masks and lengths of the verify rows
-walk, gather           longest accepted path; its rows of the auxiliary states
+sampling               vLLM's Gumbel draw at every row (a chain of these rows draws as much)
+walk, context          longest accepted path; its rows for the drafter's context
 compact, compact same  KV of the path to its place, all layers; path already in place
 FA prefix              FlashAttention over the prefix, log-sum-exp included, all layers
 tail                   attention among tree rows and merge, all layers
+merge                  vLLM's merge of two attention parts, which the tail does in passing
 FA causal              what a chain of the same rows runs instead of the two, all layers
 Triton prefix          the prefix pass of the Triton backend, all layers
-tree work              all but FA causal, Triton prefix and compact same, less FA causal
+tree work              top-k to compact without sampling, FA prefix and tail, less FA causal
 
-Sampling and the draft and verify forward are vLLM's own and the same for a chain of these rows.
+The draft and verify forward are vLLM's own and the same for a chain of these rows. Alternatives
+that are not used stand beside what is: Triton prefix, merge.
 """
 
 from __future__ import annotations
@@ -30,22 +33,28 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from vllm_ddtree.attention.prefix import prefix_attention
 from vllm_ddtree.attention.rows import RowBuffers, prepare_rows
 from vllm_ddtree.attention.tail import tail_attention
+from vllm_ddtree.budget.meter import Meter
 from vllm_ddtree.commit.kv import KVCompactor
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
+from vllm_ddtree.proposer.context import ContextRows
 from vllm_ddtree.sampler.walk import walk
 from vllm_ddtree.tree.buffers import TreeBuffers
 from vllm_ddtree.tree.build import build_trees
 
-COLUMNS = ["top-k", "build", "rows", "walk", "gather", "compact", "compact same"]
-COLUMNS += ["FA prefix", "tail", "FA causal", "Triton prefix"]
-LAYERED = {"FA prefix", "tail", "FA causal", "Triton prefix"}  # a call is all layers
-WORK = ["top-k", "build", "rows", "walk", "gather", "compact", "FA prefix", "tail"]
+COLUMNS = ["top-k", "build", "rows", "sampling", "walk", "context", "compact", "compact same"]
+COLUMNS += ["FA prefix", "tail", "FA causal", "Triton prefix", "merge"]
+LAYERED = {"FA prefix", "tail", "FA causal", "Triton prefix", "merge"}  # a call is all layers
+WORK = ["top-k", "build", "rows", "walk", "context", "compact", "FA prefix", "tail"]
 
 
 @dataclass(frozen=True)
@@ -131,10 +140,37 @@ def make_cases(
     lengths = ints([length] * batch)
     tails = ints([num_rows] * batch)
     compactor = KVCompactor([cache.permute(0, 2, 1, 3) for cache in caches])
+    runtime: Any = SimpleNamespace(rows=rows)
+    num_rejected = tails - length
     states = [torch.randn(total, s.hidden, device=device, dtype=dtype) for _ in range(s.states)]
 
+    meter = Meter(budget, torch.device(device))
+    uncounted = torch.zeros(batch, dtype=torch.int32, device=device)
+    context = ContextRows(batch, min(depth, budget) + 1, torch.device(device))
+    target_logits = torch.randn(total, s.vocab, device=device, dtype=dtype)
+    row_slots = slots.repeat_interleave(num_rows)
+    temperature = torch.ones(batch, device=device)
+    seeds = torch.arange(batch, device=device)
+    step: Any = SimpleNamespace(num_reqs=batch, query_start_loc=starts, positions=linear)
+    merged_lse = torch.zeros(s.heads, total, device=device)
+
     def build() -> None:
-        build_trees(log_probs, ids, slots, trees, drafts, depth)
+        build_trees(log_probs, ids, slots, trees, drafts, depth, meter.counts[0])
+
+    def sample() -> None:
+        gumbel_sample(
+            target_logits,
+            row_slots,
+            temperature,
+            seeds,
+            rows.positions[:total],
+            apply_temperature=True,
+            is_drafting=False,
+        )
+
+    def merge() -> None:
+        for _ in range(s.layers):
+            merge_attn_states(out, query, merged_lse, query, merged_lse)
 
     def fill_rows() -> None:
         n = batch
@@ -167,6 +203,8 @@ def make_cases(
             path_rows,
             path_lens,
             rows.path,
+            uncounted,
+            meter.counts[1:],
         )
 
     def tail() -> None:
@@ -221,7 +259,9 @@ def make_cases(
     choices.view(batch, num_rows).scatter_(1, parents[:, 1:], drafts)
     cases |= {
         "walk": walk_down,
-        "gather": lambda: [state[rows.path[:total]] for state in states],
+        "context": lambda: context.gather(runtime, step, states, num_rejected),
+        "sampling": sample,
+        "merge": merge,
         "compact": lambda: compactor.compact(slot_mapping, starts, tails, moved, lengths, batch),
         "compact same": lambda: compactor.compact(
             slot_mapping, starts, tails, kept, lengths, batch

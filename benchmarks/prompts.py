@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of a load benchmark: windows of Python files that no pair was trained on, or a file."""
+"""Prompts of a load benchmark: windows of Python files that no pair was trained on, a file, or a
+data set of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -44,4 +45,26 @@ def file_prompts(tokenizer: Any, count: int, file: Path) -> list[list[int]]:
                 prompts.append(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     if len(prompts) < count:
         raise ValueError(f"{file} has {len(prompts)} prompts, {count} are needed")
+    return prompts
+
+
+def dataset_prompts(tokenizer: Any, count: int, options: dict[str, Any]) -> list[list[int]]:
+    """`count` prompts of a data set of `vllm bench`; its options by name, without dashes in front.
+
+    Raises ValueError if it gives fewer.
+    """
+    from vllm.benchmarks.datasets import add_dataset_parser, get_samples
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_dataset_parser(parser)
+    flags = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    given = [flag if value is True else f"{flag}={value}" for flag, value in flags.items()]
+    samples = get_samples(parser.parse_args([*given, f"--num-prompts={count}"]), tokenizer)
+    prompts: list[list[int]] = []
+    for sample in samples[:count]:
+        ids = tokenizer.encode(sample.prompt) if isinstance(sample.prompt, str) else sample.prompt
+        prompts.append([int(token) for token in ids])
+    if len(prompts) < count:
+        raise ValueError(f"the data set gives {len(prompts)} prompts, {count} are needed")
     return prompts

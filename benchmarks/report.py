@@ -72,13 +72,15 @@ def summarise(runs: Iterable[Run]) -> list[Run]:
 
 
 def ratios(runs: Sequence[Run], base: str) -> dict[tuple[str, int], float]:
-    """Median tokens/s of each (engine, concurrency) over that of engine `base`."""
+    """Median tokens/s of each (engine, concurrency) over that of engine `base`, sampled runs over
+    its sampled runs."""
     speed = {(row["engine"], row["concurrency"]): row["tokens_s"] for row in summarise(runs)}
-    return {
-        (engine, n): value / speed[base, n]
-        for (engine, n), value in speed.items()
-        if (base, n) in speed
-    }
+    found = {}
+    for (engine, n), value in speed.items():
+        own = f"{base} sampled" if engine.endswith(" sampled") else base
+        if (own, n) in speed:
+            found[engine, n] = value / speed[own, n]
+    return found
 
 
 def markdown(runs: Sequence[Run], bases: Sequence[str] = ("chain-15", "plain")) -> str:

@@ -11,7 +11,8 @@ serves every concurrency, then everything again for the next repeat, and --cycle
 list of engines, so that a drifting machine shows. At concurrency N, N requests are in flight: a new
 one is submitted as soon as one is answered. Greedy, exactly --max-tokens tokens each, no prefix
 caching. The same prompts go to every engine, others to every repeat. A short run at the same
-concurrency goes before each measured one. The engine core is vLLM's usual process of its own
+concurrency goes before each measured one. With --sampling everything runs a second time, sampled,
+under the engine's name and " sampled". The engine core is vLLM's usual process of its own
 (--in-process: this one).
 
 Writes load.json and load.md after each run, so that a benchmark cut short leaves what it measured;
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
-from benchmarks.prompts import file_prompts, python_prompts
+from benchmarks.prompts import dataset_prompts, file_prompts, python_prompts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -68,7 +69,12 @@ def engine_steps(llm: LLM) -> int:
 
 
 def drive(
-    llm: LLM, prompts: Sequence[list[int]], max_tokens: int, concurrency: int, name: str
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    concurrency: int,
+    name: str,
+    sampling: dict[str, Any] | None = None,
 ) -> report.Run:
     """All prompts through the engine, `concurrency` at a time; the run's record."""
     from vllm import SamplingParams
@@ -77,7 +83,7 @@ def drive(
     from vllm_ddtree.testing.engine import Counters
 
     params = SamplingParams(
-        temperature=0,
+        **{"temperature": 0, **(sampling or {})},
         max_tokens=max_tokens,
         ignore_eos=True,
         detokenize=False,
@@ -132,7 +138,9 @@ def read_prompts(args: argparse.Namespace) -> list[list[list[int]]]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
     each = num_requests(max(args.concurrency), args)
     sets = args.repeats * args.cycles
-    if args.prompts:
+    if args.dataset:
+        flat = dataset_prompts(tokenizer, each * sets, args.dataset)
+    elif args.prompts:
         flat = file_prompts(tokenizer, each * sets, args.prompts)
     else:
         flat = python_prompts(tokenizer, each * sets, args.prompt_tokens, args.seed)
@@ -148,7 +156,7 @@ def llm_arguments(args: argparse.Namespace, name: str, rows: int) -> dict[str, A
         "disable_log_stats": False,
         "enable_prefix_caching": False,
     }
-    if not args.prompts:
+    if not args.prompts and not args.dataset:
         kwargs["max_model_len"] = args.prompt_tokens + args.max_tokens + 256
     kwargs |= args.llm
     kwargs |= args.engine_llm.get(name, {})
@@ -200,13 +208,17 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
                 "start s": round(time.perf_counter() - started, 1),
             }
             print(name, out["engines"][name], flush=True)
-            for repeat, n in itertools.product(range(args.repeats), args.concurrency):
+            runs = [(name, None, n) for n in args.concurrency]
+            if args.sampling:
+                counts = args.sampling_concurrency or args.concurrency
+                runs += [(f"{name} sampled", args.sampling, n) for n in counts]
+            for repeat, (label, sampling, n) in itertools.product(range(args.repeats), runs):
                 if time_is_up():
                     print(f"time is up: {name} cut at repeat {repeat}, concurrency {n}", flush=True)
                     break
                 chosen = prompts[cycle * args.repeats + repeat][: num_requests(n, args)]
-                drive(llm, chosen[-n:], WARM_UP_TOKENS, n, name)
-                run = drive(llm, chosen, args.max_tokens, n, name)
+                drive(llm, chosen[-n:], WARM_UP_TOKENS, n, label, sampling)
+                run = drive(llm, chosen, args.max_tokens, n, label, sampling)
                 out["runs"].append({**run, "cycle": cycle, "repeat": repeat})
                 print_run(run)
                 report.write(out, args.out)
@@ -259,6 +271,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=192)
     add("--prompt-tokens", type=int, default=128)
     add("--prompts", type=Path, help='JSON Lines of {"prompt": ...} instead of Python files')
+    add("--dataset", type=json.loads, help="JSON of `vllm bench`'s options, dataset-name first")
+    add("--sampling", type=json.loads, help="JSON: every run again with these SamplingParams")
+    add("--sampling-concurrency", type=int, nargs="+", help="of these runs; default: --concurrency")
     add("--min-requests", type=int, default=8, help="fewest requests of a run")
     add("--waves", type=int, default=2, help="requests of a run = waves x concurrency")
     add("--seed", type=int, default=0)

@@ -47,5 +47,5 @@ def test_cases_are_a_round(budget: int, batch: int, device: str) -> None:
 def test_table() -> None:
     row = {name: float(i) for i, name in enumerate(COLUMNS)} | {"batch": 1.0, "budget": 31.0}
     last = table_of([row], layers=2).splitlines()[-1].split(" | ")
-    # top-k to compact: 0 + 1 + .. + 5, FA prefix 7, tail 8, FA causal 9
-    assert last[-2:] == [str(15 + 7 + 8 - 9), "4.00 |"]
+    # top-k to compact without sampling: 0 + 1 + 2 + 4 + 5 + 6, FA prefix 8, tail 9, FA causal 10
+    assert last[-2:] == [str(18 + 8 + 9 - 10), "4.50 |"]

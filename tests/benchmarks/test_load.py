@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from benchmarks.prompts import file_prompts, python_prompts
+from benchmarks.prompts import dataset_prompts, file_prompts, python_prompts
 from benchmarks.serve_load import drive, llm_arguments, num_requests, parse, speculation
 from benchmarks.server import read_counters
+from tests.conftest import Pair
 
 PROMPTS = [[i + 1] * 3 for i in range(7)]
 
@@ -92,6 +93,14 @@ def example_runs() -> list[report.Run]:
     return runs
 
 
+def test_sampled_runs_compare_with_sampled_runs() -> None:
+    runs = example_runs()
+    runs += [{**run, "engine": f"{run['engine']} sampled", "tokens_s": 50} for run in runs]
+    ratios = report.ratios(runs, "chain-15")
+    assert ratios["tree-31 sampled", 8] == 1.0
+    assert ratios["tree-31", 8] == pytest.approx(130 / 110)
+
+
 def test_medians_and_range() -> None:
     chain, tree = report.summarise(example_runs())
     assert (chain["tokens_s"], chain["min"], chain["max"], chain["runs"]) == (110, 100, 300, 3)
@@ -147,6 +156,23 @@ def test_prompts(tmp_path: Path) -> None:
     assert file_prompts(tokenizer, 2, file) == [[97, 98], [5]]
     with pytest.raises(ValueError, match="has 2 prompts"):
         file_prompts(tokenizer, 3, file)
+
+
+def test_a_data_set_of_vllm_bench(tmp_path: Path, nano_pair: Pair) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(nano_pair.target)
+    file = tmp_path / "own.jsonl"
+    texts = ["def main():", "import os"]
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    options = {
+        "dataset-name": "custom",
+        "dataset_path": str(file),
+        "skip-chat-template": True,
+        "disable-shuffle": True,
+    }
+    expected = [tokenizer.encode(text) for text in texts]
+    assert dataset_prompts(tokenizer, 2, options) == expected
 
 
 def test_server_counters() -> None:

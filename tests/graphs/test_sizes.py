@@ -2,10 +2,20 @@
 """Capture sizes of draft and verify."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from vllm_ddtree.graphs.sizes import MAX_DRAFT_TOKENS, auto_sizes, draft_sizes, request_counts
+from vllm_ddtree import checks
+from vllm_ddtree.graphs.sizes import (
+    MAX_AUTO_TOKENS,
+    MAX_DRAFT_TOKENS,
+    auto_sizes,
+    draft_sizes,
+    request_counts,
+    verify_sizes,
+)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 8, 17, 256, 300])
@@ -42,3 +52,48 @@ def test_auto_sizes(largest: int) -> None:
     for rows in (4, 8, 16, 32, 64):
         counts = {size // rows for size in sizes if size % rows == 0 and size >= rows}
         assert counts >= {n for n in (1, 2, 3, 4, 6, 8) if n * rows <= largest}
+
+
+def test_verify_sizes_cover_every_number_of_requests() -> None:
+    own = [1, 2, 4, 8, 16, 256, 512]
+    sizes = verify_sizes(own, [(32, 40), (8, 256)], largest=2048)
+    assert set(own) <= set(sizes) and sizes == sorted(set(sizes)) and sizes[-1] <= 2048
+    for rows, limit in ((32, 40), (8, 256)):
+        counts = sorted(size // rows for size in sizes if size % rows == 0)
+        for num_reqs in range(1, limit + 1):
+            fitting = next(n for n in counts if n >= num_reqs)
+            assert fitting - num_reqs < 16
+    assert verify_sizes(own, [(256, 64)], largest=512) == sorted({*own, 256, 512})
+
+
+def plan(spec: dict[str, Any], asked: dict[str, Any] | None = None, **scheduler: int) -> list[int]:
+    """Capture sizes of an engine on a GPU, where vLLM's own are 1 and 512."""
+    compilation = SimpleNamespace(cudagraph_capture_sizes=[1, 512], max_cudagraph_capture_size=512)
+    limits = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, **scheduler}
+    config = SimpleNamespace(
+        compilation_config=compilation, scheduler_config=SimpleNamespace(**limits)
+    )
+    keys = {"auto_budget": False, "num_speculative_tokens_per_batch_size": None, **spec}
+    arguments = SimpleNamespace(compilation_config=SimpleNamespace(**(asked or {})))
+    checks._plan_graphs(arguments, config, SimpleNamespace(**keys))  # type: ignore[arg-type]
+    sizes = compilation.cudagraph_capture_sizes
+    assert compilation.max_cudagraph_capture_size == sizes[-1]
+    return sizes
+
+
+def test_graphs_are_planned_beyond_vllms_ceiling() -> None:
+    assert {32, 64, 128, 2048} <= set(plan({"budget": 31}))
+    assert plan({"budget": 31}, max_num_seqs=4)[-1] == 512  # vLLM's own stay
+    assert plan({"budget": 31}, max_num_batched_tokens=1024)[-1] == 1024
+    schedule = [(1, 4, 31), (5, 300, 7)]
+    sizes = set(plan({"budget": 31, "num_speculative_tokens_per_batch_size": schedule}))
+    assert {32, 128, 1024} <= sizes and 32 * 40 not in sizes
+    assert plan({"budget": 63, "auto_budget": True})[-1] == MAX_AUTO_TOKENS
+    assert plan({"budget": 63, "auto_budget": True}, max_num_seqs=2)[-1] == 128
+
+
+@pytest.mark.parametrize(
+    "asked", [{"cudagraph_capture_sizes": [1, 512]}, {"max_cudagraph_capture_size": 512}]
+)
+def test_the_users_sizes_stay(asked: dict[str, Any]) -> None:
+    assert plan({"budget": 31}, asked) == [1, 512]

@@ -26,7 +26,6 @@ class ContextRows:
     positions:       int64 [max_num_reqs * C]
     sources:         int64 [max_num_reqs * C], row of the verify batch
     num_rejected:    int32 [max_num_reqs], rows at each request's end that are no path
-    states:          [max_num_reqs * C, S * H] of S auxiliary states, made by the first batch
     """
 
     def __init__(self, max_num_reqs: int, rows: int, device: torch.device) -> None:
@@ -42,7 +41,6 @@ class ContextRows:
         self.positions = zeros(max_num_reqs * self.rows, torch.int64)
         self.sources = zeros(max_num_reqs * self.rows, torch.int64)
         self.num_rejected = zeros(max_num_reqs, torch.int32)
-        self.states: torch.Tensor | None = None
 
     def gather(
         self,
@@ -50,6 +48,7 @@ class ContextRows:
         batch: Any,
         aux_hidden_states: list[torch.Tensor],  # S of [num_tokens, H]
         num_rejected: torch.Tensor,  # [num_reqs] int32
+        out: torch.Tensor | None = None,  # [num_reqs * C or more, S * H]
     ) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
         """The batch, its auxiliary states and its rejected rows, of C rows a request.
 
@@ -58,6 +57,7 @@ class ContextRows:
             batch: vLLM's InputBatch, every request with a tree; not changed.
             aux_hidden_states: the target's, by row of the batch.
             num_rejected: rows of each request that are not on the path.
+            out: where the states go; None: a new tensor.
 
         Returns:
             A copy of the batch for `DFlashSpeculator.propose`, one tensor [num_reqs * C, S * H] in
@@ -77,19 +77,18 @@ class ContextRows:
             BLOCK=triton.next_power_of_2(rows),
             num_warps=1,
         )
-        first = aux_hidden_states[0]
-        width = first.shape[1] * len(aux_hidden_states)
-        if self.states is None:
-            size = (self.sources.shape[0], width)
-            self.states = torch.zeros(size, dtype=first.dtype, device=first.device)
-        gather_states(aux_hidden_states, self.sources[: num_reqs * rows], self.states)
+        if out is None:
+            width = sum(state.shape[1] for state in aux_hidden_states)
+            out = aux_hidden_states[0].new_empty(num_reqs * rows, width)
+        states = out[: num_reqs * rows]
+        gather_states(aux_hidden_states, self.sources[: num_reqs * rows], states)
         compact = copy.copy(batch)
         compact.num_tokens = num_reqs * rows
         compact.num_scheduled_tokens = np.full(num_reqs, rows, dtype=np.int32)
         compact.query_start_loc = self.query_start_loc[: num_reqs + 1]
         compact.query_start_loc_np = self.query_start_loc_np[: num_reqs + 1]
         compact.positions = self.positions
-        return compact, [self.states[: num_reqs * rows]], self.num_rejected[:num_reqs]
+        return compact, [states], self.num_rejected[:num_reqs]
 
 
 @triton.jit
@@ -128,7 +127,7 @@ def gather_states(
     Args:
         states: S of [num_tokens, H], contiguous in H.
         sources: [n] int64, row of each output row.
-        out: [n or more, S * H], the first n rows are written.
+        out: [n, S * H].
 
     """
     width = states[0].shape[1]

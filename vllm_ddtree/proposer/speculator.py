@@ -151,6 +151,26 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.meter.counts[0],
         )
 
+    def _store_hidden_states(
+        self,
+        num_tokens: int,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_graph_tokens: int = 0,
+    ) -> None:
+        """As vLLM 0.33 does it, unless the rows are in the staging buffer already."""
+        staging = getattr(self, "_aux_staging", None)
+        if (
+            num_graph_tokens >= num_tokens
+            and aux_hidden_states
+            and staging is not None
+            and aux_hidden_states[0].data_ptr() == staging.data_ptr()
+        ):
+            return
+        super()._store_hidden_states(
+            num_tokens, last_hidden_states, aux_hidden_states, num_graph_tokens
+        )
+
     @torch.inference_mode()
     def propose(
         self,
@@ -180,8 +200,10 @@ class DDTreeSpeculator(DFlashSpeculator):
                 path = self.runtime.rows.path[: input_batch.num_tokens]
                 aux_hidden_states = [states[path] for states in aux_hidden_states]
             else:
+                # Where the draft's graph reads them (vLLM 0.33; without graphs, a new tensor).
+                staging = getattr(self, "_aux_staging", None)
                 input_batch, aux_hidden_states, num_rejected = self.context.gather(
-                    self.runtime, input_batch, aux_hidden_states, num_rejected
+                    self.runtime, input_batch, aux_hidden_states, num_rejected, staging
                 )
         super().propose(
             input_batch,
