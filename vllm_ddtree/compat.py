@@ -77,13 +77,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "build_dynamic_sd_schedule_lookup",
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler": (
-        "RejectionSampler._get_logprobs_tensors",
         "gather_draft_sampled",
         "get_max_chunk_logits",
         "_iter_request_chunks",
     ),
     # Used as they are.
-    "vllm.v1.worker.gpu.sample.sampler": ("Sampler.sample",),
+    "vllm.v1.worker.gpu.sample.sampler": ("Sampler.sample", "Sampler.get_logprobs_dims"),
+    "vllm.v1.worker.gpu.sample.logprob": ("compute_topk_scores",),
     "vllm.v1.worker.gpu.input_batch": ("get_num_sampled_and_rejected", "InputBatch"),
     "vllm.v1.worker.gpu.metrics.logits": ("get_num_nans",),
     "vllm.v1.worker.gpu.buffer_utils": ("UvaBackedTensor",),
@@ -250,7 +250,8 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 def _method(engine_args: Any) -> str | None:
     """The speculative method that EngineArgs ask for."""
-    return engine_args.spec_method or (engine_args.speculative_config or {}).get("method")
+    keys = engine_args.speculative_config
+    return engine_args.spec_method or (keys.get("method") if isinstance(keys, dict) else None)
 
 
 def hook_engine_args(
@@ -274,13 +275,18 @@ def hook_engine_args(
 
     def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
-            keys = dict(self.speculative_config or {})
             if _method(self) != "ddtree":
                 return original(
                     self,
                     target_model_config=target_model_config,
                     target_parallel_config=target_parallel_config,
                 )
+            if not isinstance(self.speculative_config, (dict, type(None))):
+                raise ValueError(
+                    f"--speculative-config={self.speculative_config!r} is not valid for method "
+                    "ddtree: give a JSON object"
+                )
+            keys = dict(self.speculative_config or {})
             for flag, key, value in (
                 ("--spec-method", "method", self.spec_method),
                 ("--spec-model", "model", self.spec_model),

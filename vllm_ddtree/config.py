@@ -90,8 +90,9 @@ class DDTreeConfig(SpeculativeConfig):
         hooks.install()
 
 
-def _bad(key: str, value: Any, fix: str) -> ValueError:
-    return ValueError(f"speculative_config: {key}={value!r} is not valid for method ddtree: {fix}")
+def _bad(key: Any, value: Any, fix: str) -> ValueError:
+    name = key if isinstance(key, str) and key.isidentifier() else repr(key)
+    return ValueError(f"speculative_config: {name}={value!r} is not valid for method ddtree: {fix}")
 
 
 def _whole(keys: dict[str, Any], key: str, low: int, high: int, default: int | None) -> int | None:
@@ -201,19 +202,37 @@ def _check_drafter(spec: "DDTreeConfig") -> int:
     return block_size
 
 
-def _refused_by_vllm(error: ValidationError | OSError, model: str) -> ValueError:
-    """One line for what vLLM's own configuration refuses."""
+def _refused_by_vllm(error: ValidationError | OSError, keys: dict[str, Any]) -> ValueError:
+    """One line for what vLLM's own configuration refuses of the user's keys."""
+    model = keys["model"]
     if isinstance(error, OSError):
         return _bad("model", model, f"give a DFlash drafter ({' '.join(str(error).split())})")
     first = error.errors()[0]
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     if reason.startswith("Model architectures"):
         return _bad("model", model, "give a DFlash drafter; this is no draft model")
-    if first["loc"] and first["loc"][0] in DFLASH_KEYS:
-        return _bad(str(first["loc"][0]), first["input"], reason)
-    if model in reason:
+    # The field, or the key that vLLM's words name.
+    named = [str(first["loc"][0])] if first["loc"] else []
+    named += [key for key in keys if key != "model" and key in reason]
+    for key in named:
+        if keys.get(key) is not None or key in first["loc"]:
+            return _bad(key, keys.get(key), reason)
+    if " ".join(model.split()) in reason:
         return _bad("model", model, f"give a DFlash drafter ({reason})")
     return ValueError(f"speculative_config is not valid for method ddtree: {reason}")
+
+
+def _spelled(given: dict[Any, Any]) -> dict[str, Any]:
+    """The user's keys with underscores for hyphens, each given once."""
+    keys: dict[str, Any] = {}
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise _bad(key, value, "a key is a name")
+        name = key.replace("-", "_")
+        if name in keys:
+            raise _bad(name, value, f"it is given twice, also as {keys[name]!r}")
+        keys[name] = value
+    return keys
 
 
 def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_config: Any) -> Any:
@@ -223,7 +242,7 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
         ValueError: one line naming the key, its value and the fix.
 
     """
-    keys = {key.replace("-", "_"): value for key, value in keys.items()}
+    keys = _spelled(keys)
     check_keys(keys)
     schedule = _schedule(keys)
     auto = keys.get("budget") == "auto" or (keys.get("budget") is None and schedule is None)
@@ -258,7 +277,7 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
             **rest,
         )
     except (ValidationError, OSError) as error:
-        raise _refused_by_vllm(error, model) from error
+        raise _refused_by_vllm(error, {**rest, "model": model}) from error
     built.block_size = _check_drafter(built)
     if depth is not None and depth >= built.block_size:
         raise _bad(

@@ -3,107 +3,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import NANO
 from tests.engine.harness import PROMPTS, Result, greedy, run_engine
-from vllm_ddtree.testing import cpu
+from tests.engine.server import LENGTH, Server, serving
 
-READY_SECONDS = 240
-LENGTH = 16
 SEEDED = {"temperature": 0.8, "seed": 6}
-
-
-class Server:
-    """A running server: JSON requests to its endpoints."""
-
-    def __init__(self, port: int, log: Path) -> None:
-        self.base, self.log = f"http://127.0.0.1:{port}", log
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.base + path, timeout=10) as reply:
-            return reply.read().decode()
-
-    def post(self, path: str, body: dict[str, Any]) -> str:
-        data = json.dumps({"model": "nano", "max_tokens": LENGTH, "ignore_eos": True, **body})
-        request = urllib.request.Request(
-            self.base + path, data.encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            return reply.read().decode()
-
-    def whole(self, path: str, **body: Any) -> dict[str, Any]:
-        return json.loads(self.post(path, body))
-
-    def streamed(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """The events of a streamed answer."""
-        lines = self.post(path, {"stream": True, **body}).splitlines()
-        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-        assert events[-1] == "[DONE]"
-        return [json.loads(event) for event in events[:-1]]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    cpu.set_environment()
-    folder = tmp_path_factory.mktemp("server")
-    config, log = folder / "serve.yaml", folder / "server.log"
-    config.write_text(
-        f"model: {NANO.target}\n"
-        "served-model-name: nano\n"
-        "dtype: float32\n"
-        "enforce-eager: true\n"
-        "max-model-len: 256\n"
-        "max-num-seqs: 4\n"
-        "max-num-batched-tokens: 512\n"
-        "kv-cache-memory-bytes: 67108864\n"
-        "speculative-config:\n"
-        "  method: ddtree\n"
-        f"  model: {NANO.drafter}\n"
-        "  budget: 12\n"
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    command += ["--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder
-        )
-    try:
-        server = Server(port, log)
-        end = time.monotonic() + READY_SECONDS
-        while True:
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            try:
-                server.get("/health")
-                break
-            except OSError:
-                time.sleep(0.5)
+    with serving(tmp_path_factory.mktemp("server"), NANO.target) as server:
         yield server
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +61,30 @@ def test_chat(server: Server, plain: Result) -> None:
     events = server.streamed(path, messages=messages, temperature=0)
     deltas = [e["choices"][0]["delta"].get("content") or "" for e in events]
     assert "".join(deltas) == plain.texts[2]
+
+
+def test_echo_and_logprobs(server: Server, plain: Result) -> None:
+    """The prompt comes back before the completion; every token of both has its logprob."""
+    path = "/v1/completions"
+    body = {"prompt": PROMPTS[0], "temperature": 0, "echo": True, "logprobs": 3}
+    answer = server.whole(path, **body)["choices"][0]
+    assert answer["text"] == PROMPTS[0] + plain.texts[0]
+    logprobs = answer["logprobs"]
+    assert "".join(logprobs["tokens"]) == answer["text"]
+    assert logprobs["token_logprobs"][0] is None  # nothing comes before the first token
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    assert min(len(best) for best in logprobs["top_logprobs"][1:]) >= 3
+    events = [event["choices"][0] for event in server.streamed(path, **body)]
+    assert "".join(event["text"] for event in events) == answer["text"]
+    streamed = [event["logprobs"] for event in events if event["logprobs"]]
+    assert [t for part in streamed for t in part["tokens"]] == logprobs["tokens"]
+    values = [v for part in streamed for v in part["token_logprobs"]]
+    assert values[1:] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-3)
+    # A limit of one token, and one sample of several.
+    one = server.whole(path, prompt=PROMPTS[0], temperature=0, max_tokens=1)
+    assert one["usage"]["completion_tokens"] == 1
+    three = server.whole(path, prompt=PROMPTS[0], n=3, **SEEDED)["choices"]
+    assert len({choice["text"] for choice in three}) == 3
 
 
 def test_requests_at_once(server: Server, plain: Result) -> None:

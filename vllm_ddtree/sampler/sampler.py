@@ -15,8 +15,8 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     gather_draft_sampled,
@@ -73,7 +73,7 @@ class TreeRejectionSampler(RejectionSampler):
         num_reqs = batch.num_reqs
         sampled = torch.empty(num_reqs, runtime.depth + 1, dtype=torch.int64, device=logits.device)
         num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
-        max_num_logprobs = self.sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        logprobs_dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
         # In chunks of requests, as vLLM does, to bound the float32 copy of the logits.
         limit = get_max_chunk_logits(logits.shape[1])
         cu = batch.cu_num_logits_np
@@ -82,7 +82,7 @@ class TreeRejectionSampler(RejectionSampler):
             chunks = compat.request_chunks(cu, limit)
         logprobs = [
             self._verify_chunk(
-                logits, batch, start, end, drafts, checked, sampled, num_sampled, max_num_logprobs
+                logits, batch, start, end, drafts, checked, sampled, num_sampled, logprobs_dims
             )
             for start, end in chunks
         ]
@@ -112,13 +112,12 @@ class TreeRejectionSampler(RejectionSampler):
         checked: torch.Tensor,  # [num_logits], -1 where a draft may not be accepted
         sampled: torch.Tensor,  # [num_reqs, depth + 1], written for the chunk
         num_sampled: torch.Tensor,  # [num_reqs], written for the chunk
-        max_num_logprobs: int,
+        logprobs_dims: tuple[int, int] | None,  # columns: best tokens, logprob_token_ids
     ) -> LogprobsTensors | None:
         """Choose at every row of requests start to end, walk, and take the emitted tokens'
         logprobs, each from the row that chose it."""
         runtime, cu = self.runtime, batch.cu_num_logits_np
         lo, hi = int(cu[start]), int(cu[end])
-        return_logprobs = max_num_logprobs != NO_LOGPROBS
         choices, processed = self.sampler.sample(
             logits[lo:hi],
             batch.expanded_idx_mapping[lo:hi],
@@ -128,7 +127,7 @@ class TreeRejectionSampler(RejectionSampler):
             drafts[lo:hi],
             batch.expanded_local_pos[lo:hi],
             batch.seq_lens_cpu_upper_bound.numpy()[start:end],
-            return_logprobs=return_logprobs,
+            return_logprobs=logprobs_dims is not None,
         )
         cu_num_logits = batch.cu_num_logits[start : end + 1] - lo if start else batch.cu_num_logits
         walk(
@@ -146,7 +145,7 @@ class TreeRejectionSampler(RejectionSampler):
             runtime.uncounted if runtime.step.as_chains else runtime.trees.chain,
             runtime.meter.counts[1:],
         )
-        if not return_logprobs:
+        if logprobs_dims is None:
             return None
         rows = path_logit_rows(
             runtime.path_rows[start:end],
@@ -155,13 +154,16 @@ class TreeRejectionSampler(RejectionSampler):
             torch.empty(hi - lo, dtype=torch.int64, device=logits.device),
         )
         use_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        return self._get_logprobs_tensors(
-            sampled[start:end],
-            num_sampled[start:end],
+        # Not vLLM's `_get_logprobs_tensors`, which leaves out `logprob_token_ids`.
+        return compute_topk_scores(
             (processed if use_processed else logits[lo:hi])[rows],
-            cu_num_logits[: end - start + 1],
-            cu[start : end + 1] - lo,
-            max_num_logprobs,
+            logprobs_dims[0],
+            choices[rows],
+            (cu[start : end + 1] - lo).tolist() if hi - lo != end - start else None,
+            logprob_token_ids_state=self.sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.expanded_idx_mapping[lo:hi],
+            max_per_req_token_ids=logprobs_dims[1],
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
 
 

@@ -98,7 +98,7 @@ def patch_vllm() -> None:
 
 @functools.cache
 def _mend_interpreter() -> None:
-    """Lets loads and stores take the masks of vLLM's grammar and n-gram kernels.
+    """Lets loads, stores and atomics take the masks of vLLM's grammar and n-gram kernels, and ours.
 
     The interpreter keeps some int1 results as wider integers, and then refuses them as masks.
     """
@@ -106,6 +106,7 @@ def _mend_interpreter() -> None:
 
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
+    atomic = builder.create_atomic_rmw
 
     def as_bool(mask: Any) -> Any:
         if mask.data.dtype == bool:
@@ -118,7 +119,11 @@ def _mend_interpreter() -> None:
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, cache_policy: Any) -> Any:
         return store(self, ptrs, value, as_bool(mask), cache_policy)
 
+    def atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *args: Any) -> Any:
+        return atomic(self, op, ptr, val, as_bool(mask), *args)
+
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+    builder.create_atomic_rmw = atomic_rmw
 
 
 @functools.cache  # once: a second time would wrap what the first put there
