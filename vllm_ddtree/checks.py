@@ -118,7 +118,6 @@ def _check_target(model: Any) -> None:
         (model.is_encoder_decoder, "an encoder"),
         (getattr(model, "uses_mrope", False), "positions of several axes (M-RoPE)"),
         (getattr(model, "rswa_window", None) is not None, "reference sliding-window attention"),
-        (model.get_sliding_window() is not None, "sliding-window attention"),
     ):
         if bad:
             raise ValueError(

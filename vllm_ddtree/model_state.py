@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_ddtree import runtime
 from vllm_ddtree.attention.install import install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
-from vllm_ddtree.commit.kv import KVCompactor
+from vllm_ddtree.commit.kv import KVCompactor, make_compactors
 from vllm_ddtree.runtime import Step
 from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
@@ -113,8 +113,7 @@ class DDTreeStateMixin:
             self._compactors = []
             for gid, names in self._kv_cache_groups:
                 caches = [layers[name].kv_cache for name in names if name in layers]
-                if caches:
-                    self._compactors.append((gid, KVCompactor(caches)))
+                self._compactors += [(gid, compactor) for compactor in make_compactors(caches)]
         return self._compactors
 
     def prepare_attn(

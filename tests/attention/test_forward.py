@@ -17,9 +17,17 @@ from vllm_ddtree.attention.forward import tree_forward
 from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.reference import tree_attention_reference
 from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
+from vllm_ddtree.attention.variant import Variant
+
+PLAIN = Variant()
 
 
-def reference(batch: Batch, tail_lens: torch.Tensor) -> torch.Tensor:
+def reference(
+    batch: Batch,
+    tail_lens: torch.Tensor,
+    variant: Variant = PLAIN,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     return tree_attention_reference(
         batch.query,
         batch.k_cache,
@@ -30,14 +38,18 @@ def reference(batch: Batch, tail_lens: torch.Tensor) -> torch.Tensor:
         tail_lens,
         batch.row_masks,
         batch.scale,
+        variant.window,
+        variant.soft_cap,
+        sinks,
     )
 
 
 class CausalBackend:
     """Stands for a backend's own implementation; counts its calls."""
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, variant: Variant, sinks: torch.Tensor | None) -> None:
         self.batch, self.calls = batch, 0
+        self.tree_variant, self.sinks = variant, sinks
         self.num_kv_heads = batch.key.shape[1]
         self.num_heads, self.head_size = batch.query.shape[1:]
         self.num_queries_per_kv = self.num_heads // self.num_kv_heads
@@ -46,7 +58,8 @@ class CausalBackend:
     def plain_forward(self, *args: Any) -> torch.Tensor:
         self.calls += 1
         output = args[6]
-        output.copy_(reference(self.batch, torch.zeros_like(self.batch.tail_lens)))
+        no_trees = torch.zeros_like(self.batch.tail_lens)
+        output.copy_(reference(self.batch, no_trees, self.tree_variant, self.sinks))
         return output
 
 
@@ -55,12 +68,20 @@ class TreeBackend(CausalBackend):
     tree_prefix: Any = TreeTritonAttentionImpl.tree_prefix
 
 
-def run(batch: Batch, requests: list[Request], with_tree: bool, fresh: bool) -> Any:
-    impl = TreeBackend(batch)
+def run(
+    batch: Batch,
+    requests: list[Request],
+    with_tree: bool,
+    fresh: bool,
+    variant: Variant = PLAIN,
+    sinks: torch.Tensor | None = None,
+) -> Any:
+    impl = TreeBackend(batch, variant, sinks)
     num_rows = int(batch.query_start_loc[-1])
     plain = any(r.tail_len != r.query_len for r in requests)
     part = TreeMetadata(
         masks=batch.row_masks,
+        positions=batch.positions,
         tail_lens=batch.tail_lens,
         prefix_lens=batch.prefix_lens,
         max_tail=8,
@@ -108,6 +129,18 @@ def test_without_trees_the_backend_alone() -> None:
     impl, output = run(batch, requests, with_tree=False, fresh=True)
     assert impl.calls == 1
     assert torch.equal(output, reference(batch, batch.tail_lens)[: output.shape[0]])
+
+
+@pytest.mark.parametrize("window", [4, 20])
+def test_window_soft_cap_and_sinks(window: int) -> None:
+    """Rows outside trees from the backend, tree rows from both passes: the variant reaches all."""
+    requests = [tree(20, 8), chunk(0, 9), chunk(37, 1), tree(33, 2), tree(5, 8, before=3)]
+    batch = make_batch(requests, window=window)
+    variant = Variant(window, window if window <= 15 else 0, soft_cap=1.5)
+    sinks = torch.linspace(-1, 2, batch.query.shape[1])
+    _, output = run(batch, requests, with_tree=True, fresh=True, variant=variant, sinks=sinks)
+    expected = reference(batch, batch.tail_lens, variant, sinks)[: output.shape[0]]
+    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class Batch:
     tail_lens: torch.Tensor  # int32 [R]
     prefix_lens: torch.Tensor  # int32 [R]
     row_masks: torch.Tensor  # int32 [T, W]
+    positions: torch.Tensor  # int64 [T], along the branch for tree rows
     slot_mapping: torch.Tensor  # int64 [T]
     tree_rows: torch.Tensor  # bool [T]
     scale: float
@@ -109,10 +110,14 @@ def make_batch(
     padded_reqs: int = 0,
     padded_rows: int = 0,
     max_depth: int = 15,
+    window: int = 0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Batch:
-    """A batch of ``requests``, followed by padded requests and rows."""
+    """A batch of ``requests``, followed by padded requests and rows.
+
+    With a window, keys before that of a request's first row are NaN: their blocks have been freed.
+    """
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     lens = [request.query_len for request in requests]
@@ -131,6 +136,7 @@ def make_batch(
     k_cache, v_cache = empty_caches(layout, num_blocks, block_size, num_kv_heads, head_size)
     slots = np.full(total, -1)
     masks = torch.zeros(total, num_words, dtype=torch.int32)
+    positions = np.zeros(total, dtype=np.int64)
     tree_rows = torch.zeros(total, dtype=torch.bool)
     for req, request in enumerate(requests):
         table[req, : used[req]] = order[sum(used[:req]) : sum(used[: req + 1])]
@@ -138,14 +144,19 @@ def make_batch(
         position = np.arange(seq_lens[req])
         slot = table[req, position // block_size] * block_size + position % block_size
         slots[start:end] = slot[request.num_computed :]
+        positions[start:end] = position[request.num_computed :]
         for cache, rows in ((k_cache, key), (v_cache, value)):
             content = torch.randn(seq_lens[req], num_kv_heads, head_size)
             content[request.num_computed :] = rows[start:end]
+            if window:
+                content[: max(0, request.num_computed - window + 1)] = float("nan")
             cache[slot // block_size, slot % block_size] = content
         if request.tail_len:
             parents = random_tree(rng, request.tail_len, max_depth)
             root = end - request.tail_len
-            masks[root:end] = pack_masks(ancestor_sets(parents), num_words)
+            sets = ancestor_sets(parents)
+            masks[root:end] = pack_masks(sets, num_words)
+            positions[root:end] = positions[root] + [len(members) - 1 for members in sets]
             tree_rows[root:end] = True
 
     query = torch.randn(total, num_heads, head_size)
@@ -172,6 +183,7 @@ def make_batch(
         tail_lens=to_int32(tail_lens),
         prefix_lens=to_int32(prefix_lens),
         row_masks=masks,
+        positions=torch.tensor(positions),
         slot_mapping=torch.tensor(slots),
         tree_rows=tree_rows,
         scale=head_size**-0.5,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ddtree.commit.kv import KVCompactor
+from vllm_ddtree.commit.kv import KVCompactor, make_compactors
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS = 4, 60, 2
 
@@ -146,6 +146,25 @@ def test_rows_without_a_slot_are_left_alone() -> None:
     assert (expected != as_bytes(cache)).any()
     commit.run(KVCompactor([cache]))
     np.testing.assert_array_equal(as_bytes(cache), expected)
+
+
+def test_a_group_of_several_layouts() -> None:
+    """Layers of one KV group may differ in heads, head size and strides; each moves once."""
+    commit = Commit([(0, 9, [0, 3, 5]), (2, 12, [0, 1, 4, 7])])
+    caches = [
+        make_cache("heads first", 16, torch.float32, 0),
+        make_cache("heads first", 24, torch.float32, 1),
+        make_cache("slots first", 16, torch.float32, 2),
+        make_cache("heads first", 16, torch.float32, 3),
+    ]
+    expected = [commit.expected(cache) for cache in caches]
+    compactors = make_compactors(caches)
+    assert [len(compactor.caches) for compactor in compactors] == [2, 1, 1]
+    for compactor in compactors:
+        commit.run(compactor)
+    for cache, want in zip(caches, expected, strict=True):
+        np.testing.assert_array_equal(as_bytes(cache), want)
+    assert make_compactors([]) == []
 
 
 def test_a_shared_cache_moves_once() -> None:

@@ -12,12 +12,15 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_ddtree.attention.reference import tree_attention_reference
+from vllm_ddtree.attention.variant import Variant
 
 FORM = "PyTorch reference"
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     """The reference in place of the C++ kernels, for every row."""
+
+    tree_variant = Variant()  # the layer's own takes its place
 
     def do_kv_cache_update(
         self,
@@ -65,5 +68,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             none if tree is None else tree.tail_lens,
             query.new_zeros(n, 1, dtype=torch.int32) if tree is None else tree.masks[:n],
             self.scale,
+            self.tree_variant.window,
+            self.tree_variant.soft_cap,
+            self.sinks,
         )
         return output

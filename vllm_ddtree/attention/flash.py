@@ -3,6 +3,9 @@
 
 The prefix needs no mask, so FlashAttention reads it with `causal=False` and gives the log-sum-exp;
 one small kernel adds the ancestors and merges. One extra launch a layer.
+
+In a layer with a sliding window the rows' prefixes start at different keys, each by its depth;
+FlashAttention's own window moves by one key a row, so our Triton kernel reads those.
 """
 
 from typing import Any
@@ -12,6 +15,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from vllm_ddtree.attention.forward import tree_forward
 from vllm_ddtree.attention.metadata import TreeMetadata
+from vllm_ddtree.attention.prefix_pass import triton_prefix
+from vllm_ddtree.attention.variant import Variant
 
 FORM = "FlashAttention prefix + Triton tail"
 
@@ -19,6 +24,7 @@ FORM = "FlashAttention prefix + Triton tail"
 class TreeFlashAttentionImpl(FlashAttentionImpl):
     """FlashAttention for rows outside trees and for prefixes."""
 
+    tree_variant = Variant()  # the layer's own takes its place
     plain_forward = FlashAttentionImpl.forward
     forward = tree_forward
 
@@ -32,6 +38,8 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `tree_forward`."""
+        if self.tree_variant.window:
+            return triton_prefix(self, query, key_cache, value_cache, attn_metadata, tree, output)
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
@@ -46,6 +54,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             max_seqlen_k=attn_metadata.max_seq_len,
             softmax_scale=self.scale,
             causal=False,
+            softcap=self.tree_variant.soft_cap,
             block_table=attn_metadata.block_table,
             return_softmax_lse=True,
             # Of a mixed batch the metadata plan the causal pass; FlashAttention plans this itself.

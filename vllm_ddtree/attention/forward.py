@@ -30,7 +30,10 @@ def tree_forward(
 
         query, output           [T, Hq, Dh]; output may be written to if all rows are in trees
         key_cache, value_cache  [num_blocks, block_size, Hkv, Dh], any strides
-        returns                 output and log-sum-exp as `tail_attention` takes them
+        returns                 output and log-sum-exp as `tail_attention` takes them, of scores
+                                with the layer's window and soft-cap, without its sinks
+
+    Both passes read the layer's `tree_variant`; the implementation's `sinks` join in the tail.
     """
     tree = getattr(attn_metadata, "tree", None)
     if tree is None or tree.has_plain_rows:
@@ -69,5 +72,9 @@ def tree_forward(
         tree.max_tail,
         slot_mapping=None if fresh else attn_metadata.slot_mapping,
         small_tiles=not tree.in_graph,
+        positions=tree.positions,
+        window=self.tree_variant.tail_window,
+        soft_cap=self.tree_variant.soft_cap,
+        sinks=self.sinks,
     )
     return output

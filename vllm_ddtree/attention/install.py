@@ -15,15 +15,18 @@ from vllm.v1.attention.backend import AttentionType
 
 from vllm_ddtree.attention.metadata import tree_builder
 from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS
+from vllm_ddtree.attention.variant import variant_of
 from vllm_ddtree.runtime import Runtime
 
 
-def _tree_impl(backend_name: str) -> tuple[type, str]:
-    """Tree-aware implementation class of a backend, and its form in words."""
+def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
+    """Tree-aware implementation class of a backend, and its form (for a layer's sliding window) in
+    words.
+    """
     if backend_name == "FLASH_ATTN":
-        from vllm_ddtree.attention import flash
+        from vllm_ddtree.attention import flash, prefix_pass
 
-        return flash.TreeFlashAttentionImpl, flash.FORM
+        return flash.TreeFlashAttentionImpl, prefix_pass.FORM if window else flash.FORM
     if backend_name == "TRITON_ATTN":
         from vllm_ddtree.attention import triton
 
@@ -59,8 +62,9 @@ def _refuse(name: str, what: str, fix: str) -> ValueError:
 def check_layer(name: str, layer: Any) -> None:
     """Raise ValueError for a target layer whose attention cannot be a tree's."""
     elsewhere = "use method dflash for this target"
-    if not isinstance(layer, Attention):
-        raise _refuse(name, f"{type(layer).__name__} is not multi-head attention", elsewhere)
+    # Subclasses (chunked, prefix-LM, static sinks ...) change what a row sees behind this layer.
+    if type(layer) is not Attention:
+        raise _refuse(name, f"{type(layer).__name__} is not plain multi-head attention", elsewhere)
     impl: Any = layer.impl
     if layer.attn_type != AttentionType.DECODER:
         raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
@@ -72,14 +76,8 @@ def check_layer(name: str, layer: Any) -> None:
             f"attention backend {backend}",
             "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
         )
-    if layer.sliding_window is not None:
-        raise _refuse(name, f"sliding window {layer.sliding_window}", elsewhere)
     if getattr(impl, "alibi_slopes", None) is not None:
         raise _refuse(name, "ALiBi", elsewhere)
-    if getattr(impl, "sinks", None) is not None:
-        raise _refuse(name, "attention sinks", elsewhere)
-    if soft_cap := getattr(impl, "logits_soft_cap", 0):
-        raise _refuse(name, f"logit soft-cap {soft_cap}", elsewhere)
     if getattr(impl, "chunk_lookback", -1) > -1:
         raise _refuse(name, "chunked attention", elsewhere)
     if layer.head_size_v != layer.head_size:
@@ -121,9 +119,10 @@ def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
         check_layer(name, layer)
     forms = set()
     for layer in layers.values():
-        impl, form = _tree_impl(layer.attn_backend.get_name())
+        impl, form = _tree_impl(layer.attn_backend.get_name(), layer.sliding_window)
         layer.attn_backend = tree_backend(layer.attn_backend)
         layer.impl.__class__ = impl
         layer.impl.tree_runtime = runtime
+        layer.impl.tree_variant = variant_of(layer, runtime.depth)
         forms.add(form)
     return ", ".join(sorted(forms))

@@ -24,6 +24,8 @@ class TreeMetadata:
 
     masks: torch.Tensor
     """[max_num_tokens, W] int32 ancestor bitmask by row."""
+    positions: torch.Tensor
+    """[max_num_tokens] int64, prefix_lens + depth of tree rows: what sliding windows count."""
     tail_lens: torch.Tensor
     """[num_reqs] int32, tree rows at the end of each request, 0 without a tree."""
     prefix_lens: torch.Tensor
@@ -73,6 +75,7 @@ def tree_builder(base: type) -> type:
             metadata = super().build(common_prefix_len, common, fast_build)
             metadata.tree = TreeMetadata(
                 masks=rows.masks,
+                positions=rows.positions,
                 tail_lens=rows.tail_lens[: common.num_reqs],
                 prefix_lens=prefix_lens,
                 max_tail=(runtime.num_rows if step.has_plain_rows else int(common.max_query_len)),

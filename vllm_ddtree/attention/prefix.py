@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of tree rows to the keys before the tree, for any GPU.
 
-All tree rows of a request see the whole prefix, so this pass needs no mask. It returns the
+All tree rows of a request see the whole prefix, so this pass needs no mask; only in a layer with a
+sliding window, which counts positions along the branch, a row starts later the deeper it lies. The
+pass returns the
 log-sum-exp of the scores beside the output, and ``tail.py`` merges both with the attention among
 the tree rows themselves (DDTree, arXiv 2604.12989; merging as in vLLM's
 v1/attention/ops/triton_merge_attn_states.py). The keys can be cut into segments that run in
@@ -26,6 +28,9 @@ def prefix_attention(
     lse: torch.Tensor,
     scale: float,
     max_tail: int,
+    positions: torch.Tensor | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> None:
     """Write output and log-sum-exp of the tree rows over keys [0, prefix_len); other rows stay.
 
@@ -39,11 +44,16 @@ def prefix_attention(
     out              [T, Hq, Dh], or [P, T, Hq, Dh] for P key segments; float32 or the query's dtype
     lse              float32 [Hq, T], or [P, Hq, T]; natural logarithm
     max_tail         upper bound of tail_lens
+    positions        int64 [T]               prefix_len + depth of tree rows; read with a window
+    window           positions that a row sees, its own included; 0: all. Keys before the root's
+                     window are not read
+    soft_cap         scores s become soft_cap * tanh(s / soft_cap); 0: they stay
 
-    An empty prefix or segment gives out 0 and lse -inf. ``choose_num_segments`` says how many
-    segments fill a GPU.
+    An empty prefix or segment, and one that lies outside a row's window, gives out 0 and lse -inf.
+    ``choose_num_segments`` says how many segments fill a GPU.
 
-    Raises ValueError if the cache's dtype is not the query's or an innermost stride is not 1.
+    Raises ValueError if the cache's dtype is not the query's, an innermost stride is not 1, or a
+    window comes without positions.
     """
     if not query.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(
@@ -51,6 +61,8 @@ def prefix_attention(
         )
     if {t.stride(-1) for t in (query, k_cache, v_cache, out)} != {1}:
         raise ValueError("query, caches and output must be contiguous in the head dimension")
+    if window and positions is None:
+        raise ValueError("a sliding window needs the rows' positions")
     if out.dim() == 3:
         out, lse = out.unsqueeze(0), lse.unsqueeze(0)
 
@@ -75,6 +87,7 @@ def prefix_attention(
         query_start_loc,
         tail_lens,
         prefix_lens,
+        positions if window else None,
         out,
         lse,
         scale * LOG2_E,
@@ -91,6 +104,8 @@ def prefix_attention(
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        WINDOW=window,
+        SOFT_CAP=soft_cap,
         num_warps=8 if block_m == 128 else 4,
         num_stages=2,
     )
@@ -119,6 +134,14 @@ def choose_num_segments(
     return max(1, min(max_segments, 2 * num_sms // programs))
 
 
+@triton.jit
+def soft_capped(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP) of scores times log2(e), by exponentials that cannot overflow."""
+    shrunk = tl.exp2(tl.abs(scores) * (-2.0 / CAP))
+    capped = CAP * 1.4426950408889634 * (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(scores < 0, -capped, capped)
+
+
 # What follows the number of rows in the batch must not make a new kernel each time.
 @triton.jit(do_not_specialize=["num_segments", "out_stride_p", "lse_stride_p", "lse_stride_h"])
 def _prefix_attention_kernel(
@@ -129,6 +152,7 @@ def _prefix_attention_kernel(
     query_start_loc,  # [R + 1]
     tail_lens,  # [R]
     prefix_lens,  # [R]
+    positions,  # [T] if WINDOW
     out,  # [num_segments, T, Hq, HEAD_SIZE]
     lse,  # [num_segments, Hq, T]
     scale_log2,  # softmax scale * log2(e)
@@ -154,6 +178,8 @@ def _prefix_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFT_CAP: tl.constexpr,  # 0: none
 ):
     req = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -179,8 +205,13 @@ def _prefix_attention_kernel(
     )
 
     prefix_len = tl.load(prefix_lens + req)
-    segment_len = tl.cdiv(tl.cdiv(prefix_len, num_segments), BLOCK_N) * BLOCK_N
-    start = segment.to(tl.int32) * segment_len
+    first_key = 0
+    if WINDOW > 0:
+        # The root sees most of the prefix.
+        first_key = tl.maximum(prefix_len - WINDOW + 1, 0)
+        row_first_key = tl.load(positions + row, mask=valid, other=0).to(tl.int32) - WINDOW + 1
+    segment_len = tl.cdiv(tl.cdiv(prefix_len - first_key, num_segments), BLOCK_N) * BLOCK_N
+    start = first_key + segment.to(tl.int32) * segment_len
     end = tl.minimum(start + segment_len, prefix_len)
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -213,11 +244,19 @@ def _prefix_attention_kernel(
             other=0.0,
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-        scores = tl.where(in_prefix[None, :], scores, float("-inf"))
-        # Every block starts inside the prefix, so the maximum is finite.
+        if SOFT_CAP > 0:
+            scores = soft_capped(scores, SOFT_CAP)
+        seen = in_prefix[None, :]
+        if WINDOW > 0:
+            seen = seen & (position[None, :] >= row_first_key[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        decay = tl.exp2(running_max - new_max)
+        # Every block starts inside the prefix, so the maximum is finite, but for windows.
+        safe_max = new_max
+        if WINDOW > 0:
+            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - safe_max[:, None])
+        decay = tl.exp2(running_max - safe_max)
         running_sum = running_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
         acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")

@@ -3,7 +3,8 @@
 
 Row i of a tree attends to every key before the tree rows of its request (the prefix), to its
 ancestors and to itself (DDTree, arXiv 2604.12989). The key of row i lies at linear position
-prefix_len + i, whatever the depth of the row.
+prefix_len + i, whatever the depth of the row; its position along the branch, which a sliding window
+counts, is prefix_len + depth.
 """
 
 import torch
@@ -15,13 +16,18 @@ def masked_attention(
     values: torch.Tensor,
     mask: torch.Tensor,
     scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention under a boolean mask, computed in float32 (float64 for float64 input).
 
-    query   [n, Hq, Dh]
-    keys    [m, Hkv, Dh]   head h of the query reads KV head h // (Hq / Hkv)
-    values  [m, Hkv, Dv]
-    mask    bool [n, m]    True: row n sees key m
+    query     [n, Hq, Dh]
+    keys      [m, Hkv, Dh]   head h of the query reads KV head h // (Hq / Hkv)
+    values    [m, Hkv, Dv]
+    mask      bool [n, m]    True: row n sees key m
+    soft_cap  scores s become soft_cap * tanh(s / soft_cap); 0: they stay
+    sinks     [Hq]           one more score a head (as it is: neither scaled nor capped), with the
+                             value 0
 
     Returns [n, Hq, Dv] in the query's dtype; zeros for a row that sees no key.
     """
@@ -30,7 +36,13 @@ def masked_attention(
     keys = keys.to(compute).repeat_interleave(group, dim=1)
     values = values.to(compute).repeat_interleave(group, dim=1)
     scores = torch.einsum("nhd,mhd->hnm", query.to(compute), keys) * scale
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(compute)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : mask.shape[1]]
     weights = weights.masked_fill(~mask.any(dim=-1, keepdim=True), 0.0)
     return torch.einsum("hnm,mhd->nhd", weights, values).to(query.dtype)
 
@@ -45,33 +57,42 @@ def ancestor_mask(row_masks: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def request_mask(
-    query_len: int, seq_len: int, tail_len: int, row_masks: torch.Tensor
+    query_len: int, seq_len: int, tail_len: int, row_masks: torch.Tensor, window: int = 0
 ) -> torch.Tensor:
     """What the rows of one request see of its keys.
 
     row_masks  int32 [query_len, W]  ancestor bits; only the last ``tail_len`` rows are read
+    window     positions a row sees, its own included; 0: all
 
     Returns bool [query_len, seq_len]: causal for rows outside the tree; the prefix, the ancestors
-    and the row itself for tree rows.
+    and the row itself for tree rows; of these, what lies within the window along the branch.
     """
-    device = row_masks.device
-    position = torch.arange(seq_len - query_len, seq_len, device=device)
-    mask = torch.arange(seq_len, device=device)[None, :] <= position[:, None]
+    key_position = torch.arange(seq_len, device=row_masks.device)
+    mask = key_position[None, :] <= key_position[seq_len - query_len :, None]
     if tail_len > 0:
-        mask[-tail_len:, -tail_len:] = ancestor_mask(row_masks[-tail_len:], tail_len)
+        ancestors = ancestor_mask(row_masks[-tail_len:], tail_len)
+        mask[-tail_len:, -tail_len:] = ancestors
+        key_position[-tail_len:] = seq_len - tail_len + ancestors.sum(dim=1) - 1
+    if window:
+        position = key_position[seq_len - query_len :]
+        mask &= position[:, None] - key_position[None, :] < window
     return mask
 
 
-def gather_cache(cache: torch.Tensor, blocks: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """The first ``num_keys`` keys of a request, in order.
+def gather_cache(
+    cache: torch.Tensor, blocks: torch.Tensor, num_keys: int, first: int = 0
+) -> torch.Tensor:
+    """Keys [first, num_keys) of a request, in order.
 
     cache   [num_blocks, block_size, Hkv, Dh]
     blocks  int32 [max_blocks]  the request's row of the block table
 
-    Returns [num_keys, Hkv, Dh]; only blocks that hold one of those keys are read.
+    Returns [num_keys - first, Hkv, Dh]; only blocks that hold one of those keys are read.
     """
-    num_blocks = -(-num_keys // cache.shape[1])
-    return cache[blocks[:num_blocks].long()].flatten(0, 1)[:num_keys]
+    block_size = cache.shape[1]
+    first_block, num_blocks = first // block_size, -(-num_keys // block_size)
+    keys = cache[blocks[first_block:num_blocks].long()].flatten(0, 1)
+    return keys[first - first_block * block_size : num_keys - first_block * block_size]
 
 
 def tree_attention_reference(
@@ -84,6 +105,9 @@ def tree_attention_reference(
     tail_lens: torch.Tensor,
     row_masks: torch.Tensor,
     scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a whole verify batch, one request after another; reads sizes on the host.
 
@@ -95,6 +119,9 @@ def tree_attention_reference(
     seq_lens         int32 [R]     keys of each request, this step's included
     tail_lens        int32 [R]     tree rows at the end of each request, 0 without a tree
     row_masks        int32 [T, W]  ancestor bits of tree rows
+    window           as in ``request_mask``; keys before every row's window are not read, their
+                     blocks may be another request's by now
+    soft_cap, sinks  as in ``masked_attention``
 
     Returns [T, Hq, Dv] in the query's dtype; zeros for rows past query_start_loc[R] and for
     requests without keys.
@@ -106,8 +133,11 @@ def tree_attention_reference(
         seq_len, tail_len = int(seq_lens[req]), int(tail_lens[req])
         if end == start or seq_len == 0:
             continue
-        mask = request_mask(end - start, seq_len, tail_len, row_masks[start:end])
-        keys = gather_cache(k_cache, block_table[req], seq_len)
-        values = gather_cache(v_cache, block_table[req], seq_len)
-        out[start:end] = masked_attention(query[start:end], keys, values, mask, scale)
+        mask = request_mask(end - start, seq_len, tail_len, row_masks[start:end], window)
+        first = max(0, seq_len - (end - start) - window + 1) if window else 0
+        keys = gather_cache(k_cache, block_table[req], seq_len, first)
+        values = gather_cache(v_cache, block_table[req], seq_len, first)
+        out[start:end] = masked_attention(
+            query[start:end], keys, values, mask[:, first:], scale, soft_cap, sinks
+        )
     return out

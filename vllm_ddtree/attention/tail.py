@@ -9,7 +9,7 @@ by ``prefix.py`` or by any attention kernel that returns its log-sum-exp.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.attention.prefix import LOG2_E, packed_rows_block
+from vllm_ddtree.attention.prefix import LOG2_E, packed_rows_block, soft_capped
 
 
 def tail_attention(
@@ -26,6 +26,10 @@ def tail_attention(
     max_tail: int,
     slot_mapping: torch.Tensor | None = None,
     small_tiles: bool = False,
+    positions: torch.Tensor | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Write the attention output of the tree rows; rows outside trees stay as they are.
 
@@ -42,11 +46,16 @@ def tail_attention(
     max_tail         upper bound of tail_lens
     slot_mapping     int64 [T]       cache slot of each row; negative: the row has no key
     small_tiles      always take the smallest tile: outside a graph, where batches of every size
-    come,
-                     each new tile size would be compiled in front of a waiting request
+                     come, each new tile size would be compiled in front of a waiting request
+    positions        int64 [T]       prefix_len + depth of tree rows; read with a window
+    window           positions that a row sees, its own included; 0: all. A window of more than
+                     the trees' depth hides no ancestor: leave it out
+    soft_cap         as in ``prefix_attention``, which must have got the same
+    sinks            [Hq], any float dtype: one more score a head in the softmax's denominator,
+                     neither scaled nor capped; counted here, so the prefix part must not hold it
 
-    Raises ValueError if dtypes of query, key and value differ, an innermost stride is not 1, or the
-    masks have fewer than ``max_tail`` bits.
+    Raises ValueError if dtypes of query, key and value differ, an innermost stride is not 1, the
+    masks have fewer than ``max_tail`` bits, or a window comes without positions.
     """
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must agree")
@@ -57,6 +66,8 @@ def tail_attention(
             f"{max_tail} tree rows need {triton.cdiv(max_tail, 32)} mask words, got "
             f"{row_masks.shape[1]}"
         )
+    if window and positions is None:
+        raise ValueError("a sliding window needs the rows' positions")
     if key.dim() != (3 if slot_mapping is None else 4):
         raise ValueError("pass rows [T, Hkv, Dh], or a cache of four dimensions with its slots")
     if prefix_out.dim() == 3:
@@ -83,6 +94,8 @@ def tail_attention(
         query_start_loc,
         tail_lens,
         slot_mapping,
+        positions if window else None,
+        sinks,
         prefix_out,
         prefix_lse,
         out,
@@ -104,6 +117,9 @@ def tail_attention(
         BLOCK_D=block_d,
         BLOCK_M=block_m,
         BLOCK_N=16 if max_tail <= 16 else 32,
+        WINDOW=window,
+        SOFT_CAP=soft_cap,
+        SINKS=sinks is not None,
         num_warps=4,
         num_stages=2,
     )
@@ -135,6 +151,8 @@ def _tail_attention_kernel(
     query_start_loc,  # [R + 1]
     tail_lens,  # [R]
     slot_mapping,  # [T] if PAGED
+    positions,  # [T] if WINDOW
+    sinks,  # [Hq] if SINKS
     prefix_out,  # [NUM_SEGMENTS, T, Hq, HEAD_SIZE]
     prefix_lse,  # [NUM_SEGMENTS, Hq, T]
     out,  # [T, Hq, HEAD_SIZE]
@@ -164,6 +182,9 @@ def _tail_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides 32: the keys of one block share a mask word
+    WINDOW: tl.constexpr,  # 0: none
+    SOFT_CAP: tl.constexpr,  # 0: none
+    SINKS: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -190,6 +211,11 @@ def _tail_attention_kernel(
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        # A key whose value is 0.
+        sink = tl.load(sinks + head, mask=valid, other=float("-inf")).to(tl.float32)
+        running_max = sink * 1.4426950408889634
+        running_sum = tl.where(sink > float("-inf"), 1.0, running_sum)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # The prefix, or each segment of it, counts like one key with its log-sum-exp as the score.
     lse_rows = prefix_lse + head * lse_stride_h + row * lse_stride_t
@@ -212,6 +238,8 @@ def _tail_attention_kernel(
         lse_rows += lse_stride_p
         prefix_rows += prefix_stride_p
 
+    if WINDOW > 0:
+        row_position = tl.load(positions + row, mask=valid, other=0)
     # Parents come before their children: no row sees a key after itself.
     num_keys = tl.minimum((first_packed + BLOCK_M - 1) // GROUP + 1, tail_len)
     for first in range(0, num_keys, BLOCK_N):
@@ -239,8 +267,13 @@ def _tail_attention_kernel(
         word = tl.load(row_masks + row * mask_stride + first // 32, mask=valid, other=0)
         sees = ((word[:, None] >> (node % 32)[None, :]) & 1) != 0
         sees = sees & in_tail[None, :]
+        if WINDOW > 0:
+            key_position = tl.load(positions + key_row, mask=in_tail, other=0)
+            sees = sees & (row_position[:, None] - key_position[None, :] < WINDOW)
 
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        if SOFT_CAP > 0:
+            scores = soft_capped(scores, SOFT_CAP)
         scores = tl.where(sees, scores, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         # A row may see nothing yet, or at all (those past the tail): keep -inf - -inf out.

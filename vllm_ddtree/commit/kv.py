@@ -95,6 +95,14 @@ class KVCompactor:
         )
 
 
+def make_compactors(caches: Sequence[torch.Tensor]) -> list[KVCompactor]:
+    """Compactors of all caches of a KV group, which may hold layers of several shapes."""
+    layouts: dict[tuple[object, ...], list[torch.Tensor]] = {}
+    for cache in caches:
+        layouts.setdefault((cache.shape, cache.stride(), cache.dtype), []).append(cache)
+    return [KVCompactor(alike) for alike in layouts.values()]
+
+
 @triton.jit
 def _compact_kernel(
     pointers,  # [num_caches]

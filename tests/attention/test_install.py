@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the target's layers can verify trees."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from vllm_ddtree.attention.install import check_layer, install_tree_attention
+from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
+from vllm_ddtree.attention.variant import Variant
+
+
+class ChunkedLocalAttention(Attention):
+    """Stands for vLLM's subclasses."""
+
+
+def make_layer(kind: Any = Attention, impl: dict[str, Any] | None = None, **given: Any) -> Any:
+    """An attention layer as vLLM leaves it, without a configuration to make it from."""
+    layer: Any = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.impl = TritonAttentionImpl.__new__(TritonAttentionImpl)
+    attributes = {"alibi_slopes": None, "sinks": None, "logits_soft_cap": 0, "chunk_lookback": -1}
+    vars(layer.impl).update({**attributes, **(impl or {})})
+    for name, value in {
+        "attn_backend": TritonAttentionBackend,
+        "attn_type": AttentionType.DECODER,
+        "sliding_window": None,
+        "head_size": 64,
+        "head_size_v": 64,
+        "dtype": torch.bfloat16,
+        "kv_cache_torch_dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "kv_sharing_target_layer_name": None,
+        **given,
+    }.items():
+        setattr(layer, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        ({"kind": ChunkedLocalAttention}, "ChunkedLocalAttention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
+        ({"impl": {"alibi_slopes": torch.ones(2)}}, "ALiBi"),
+        ({"impl": {"chunk_lookback": 1}}, "chunked attention"),
+        ({"head_size_v": 32}, "value heads"),
+        ({"kv_cache_torch_dtype": torch.uint8, "kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+        ({"kv_sharing_target_layer_name": "layers.0"}, "shared with another layer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_by_name(layer: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_layer("layers.7.attn", make_layer(**layer))
+    message = str(caught.value)
+    assert "target layer layers.7.attn" in message and what in message and "\n" not in message
+    assert "use method dflash" in message or "set --" in message
+
+
+def test_windows_soft_caps_and_sinks_reach_the_layers() -> None:
+    layers = {
+        "plain": make_layer(),
+        "window": make_layer(sliding_window=128),
+        "short": make_layer(sliding_window=7, impl={"sinks": torch.zeros(2)}),
+        "capped": make_layer(impl={"logits_soft_cap": 30}),
+    }
+    for layer in layers.values():
+        layer.is_draft_layer = False
+    layers["draft"] = make_layer(sliding_window=5)
+    layers["draft"].is_draft_layer = True
+    context = SimpleNamespace(static_forward_context=layers)
+    runtime: Any = SimpleNamespace(depth=15)
+    form = install_tree_attention(SimpleNamespace(compilation_config=context), runtime)
+    assert form == "Triton prefix + Triton tail"
+    impls = {name: layer.impl for name, layer in layers.items()}
+    assert type(impls.pop("draft")) is TritonAttentionImpl
+    assert all(type(impl) is TreeTritonAttentionImpl for impl in impls.values())
+    assert {name: impl.tree_variant for name, impl in impls.items()} == {
+        "plain": Variant(),
+        "window": Variant(window=128),
+        "short": Variant(window=7, tail_window=7),
+        "capped": Variant(soft_cap=30.0),
+    }

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small targets with sliding windows, soft-caps and sinks, each with a DFlash drafter.
+
+`trained_pair`: the nano pair with another attention in its target, which still knows what to say.
+`random_pair`: random weights of any architecture of Transformers; its vocabulary is so small that
+trees often hold the target's choice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from vllm.model_executor.models import qwen3
+from vllm.model_executor.models.registry import ModelRegistry
+
+from tests.conftest import NANO, Pair
+
+VOCABULARY = 24
+BLOCK_SIZE = 8
+DRAFT_LAYERS = 2
+
+
+class VariedQwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
+    """Qwen3 whose config gives lists by layer: `windows`, `soft_caps` and `sinks` (by head)."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.model_config.hf_config
+        attention = qwen3.Attention
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            layer = int(kwargs["prefix"].split("layers.")[1].split(".")[0])
+            kwargs["per_layer_sliding_window"] = config.windows[layer]
+            kwargs["logits_soft_cap"] = config.soft_caps[layer]
+            if config.sinks[layer] is not None:
+                kwargs["sinks"] = torch.tensor(config.sinks[layer])
+            return attention(*args, **kwargs)
+
+        with mock.patch.object(qwen3, "Attention", make):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+
+def trained_pair(folder: Path, **config: Any) -> Pair:
+    """The nano pair, its target with changes in its config.json; the drafter stays as it is."""
+    target = folder / "target"
+    shutil.copytree(NANO.target, target)
+    path = target / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return Pair(folder.name, target, NANO.drafter, NANO.block_size)
+
+
+def varied_pair(
+    folder: Path,
+    windows: list[int | None],
+    soft_caps: list[float | None],
+    sinks: list[list[float] | None],
+) -> Pair:
+    """`trained_pair` with a window, a soft-cap and sinks of its own in each of the 4 layers."""
+    ModelRegistry.register_model("VariedQwen3ForCausalLM", VariedQwen3ForCausalLM)
+    return trained_pair(
+        folder,
+        architectures=["VariedQwen3ForCausalLM"],
+        windows=windows,
+        soft_caps=soft_caps,
+        sinks=sinks,
+    )
+
+
+def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
+    """A target of this Transformers configuration and a drafter that fits it.
+
+    The vocabulary must be `VOCABULARY`; no tokenizer is written.
+    """
+    from transformers import AutoModelForCausalLM
+
+    assert config.vocab_size == VOCABULARY
+    torch.manual_seed(seed)
+    target, drafter = folder / "target", folder / "drafter"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
+
+    hidden, heads, kv_heads, dim = config.hidden_size, 2, 1, 32
+    num_layers, aux_layers = config.num_hidden_layers, [0, config.num_hidden_layers - 2]
+    drafter.mkdir()
+    (drafter / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["DFlashDraftModel"],
+                "model_type": "qwen3",
+                "attention_bias": False,
+                "head_dim": dim,
+                "hidden_act": "silu",
+                "hidden_size": hidden,
+                "intermediate_size": hidden,
+                "max_position_embeddings": 4096,
+                "num_attention_heads": heads,
+                "num_hidden_layers": DRAFT_LAYERS,
+                "num_key_value_heads": kv_heads,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": False,
+                "torch_dtype": "float32",
+                "vocab_size": VOCABULARY,
+                "block_size": BLOCK_SIZE,
+                "num_target_layers": num_layers,
+                "layer_types": ["full_attention"] * DRAFT_LAYERS,
+                "dflash_config": {"mask_token_id": 1, "target_layer_ids": aux_layers},
+            }
+        )
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, hidden * len(aux_layers)),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for layer in range(DRAFT_LAYERS):
+        for name, shape in {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "mlp.down_proj": (hidden, hidden),
+            "mlp.gate_proj": (hidden, hidden),
+            "mlp.up_proj": (hidden, hidden),
+            "self_attn.q_norm": (dim,),
+            "self_attn.k_norm": (dim,),
+            "self_attn.q_proj": (heads * dim, hidden),
+            "self_attn.k_proj": (kv_heads * dim, hidden),
+            "self_attn.v_proj": (kv_heads * dim, hidden),
+            "self_attn.o_proj": (hidden, heads * dim),
+        }.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    save_file(weights, drafter / "model.safetensors")
+    return Pair(folder.name, target, drafter, BLOCK_SIZE)

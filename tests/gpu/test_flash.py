@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tree attention on FlashAttention's own kernel: windows, soft-caps and sinks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.tree_cases import make_batch, tree
+from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
+from vllm_ddtree.attention.metadata import TreeMetadata
+from vllm_ddtree.attention.reference import tree_attention_reference
+from vllm_ddtree.attention.variant import Variant
+
+REQUESTS = [tree(200, 32), tree(0, 20), tree(37, 32), tree(640, 5)]
+MAX_TAIL, DEPTH = 32, 15
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+@pytest.mark.parametrize("window", [0, 6, 128])
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_trees(window: int, soft_cap: float, with_sinks: bool, in_graph: bool) -> None:
+    """Against float64 on the same bfloat16 inputs.
+
+    What is rounded to bfloat16: softmax weights and the prefix part's output, each relative to the
+    largest value that a row can mix, and the output.
+    """
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    batch = make_batch(
+        REQUESTS,
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=128,
+        max_depth=DEPTH,
+        window=window,
+        dtype=torch.bfloat16,
+    )
+    if not window:
+        # FlashAttention may multiply what lies behind the prefix by 0; a cache holds numbers.
+        for cache in (batch.k_cache, batch.v_cache):
+            cache.nan_to_num_(0.0)
+    sinks = torch.linspace(-1, 4, 8, dtype=torch.bfloat16) if with_sinks else None
+    impl: Any = TreeFlashAttentionImpl.__new__(TreeFlashAttentionImpl)
+    impl.num_heads, impl.num_kv_heads, impl.num_queries_per_kv = 8, 2, 4
+    impl.head_size, impl.scale, impl.sinks = 128, batch.scale, sinks
+    impl.tree_variant = Variant(window, window if window <= DEPTH else 0, soft_cap)
+    impl.vllm_flash_attn_version = get_flash_attn_version(
+        head_size=128, has_sinks=with_sinks, requires_softcap=bool(soft_cap)
+    )
+    total = batch.query.shape[0]
+    metadata = SimpleNamespace(
+        tree=TreeMetadata(
+            masks=batch.row_masks,
+            positions=batch.positions,
+            tail_lens=batch.tail_lens,
+            prefix_lens=batch.prefix_lens,
+            max_tail=MAX_TAIL,
+            has_plain_rows=False,
+            in_graph=in_graph,
+        ),
+        num_actual_tokens=total,
+        query_start_loc=batch.query_start_loc,
+        block_table=batch.block_table,
+        slot_mapping=batch.slot_mapping,
+        max_query_len=MAX_TAIL,
+        max_seq_len=int(batch.seq_lens.max()),
+        scheduler_metadata=None,
+        max_num_splits=0,
+    )
+    # [num_blocks, Hkv, block_size, K | V]
+    cache = torch.cat([batch.k_cache, batch.v_cache], dim=-1).transpose(1, 2)
+    output = torch.empty_like(batch.query)
+
+    def forward() -> None:
+        impl.forward(
+            torch.nn.Module(), batch.query, batch.key, batch.value, cache, metadata, output
+        )
+
+    forward()
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        output.fill_(float("nan"))
+        graph.replay()
+    expected = tree_attention_reference(
+        batch.query.double(),
+        batch.k_cache.double(),
+        batch.v_cache.double(),
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.tail_lens,
+        batch.row_masks,
+        batch.scale,
+        window,
+        soft_cap,
+        sinks,
+    )
+    unit = torch.finfo(torch.bfloat16).eps
+    largest = float(torch.nan_to_num(batch.v_cache).abs().max())
+    torch.testing.assert_close(output.double(), expected, rtol=unit, atol=2 * unit * largest)
