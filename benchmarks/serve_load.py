@@ -229,7 +229,7 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
 
 def write_profiles(llm: LLM, name: str, prompts: list[list[int]], args: argparse.Namespace) -> None:
     """profile-ENGINE.json: rounds of the engine kernel by kernel, at each --profile."""
-    from benchmarks.profile import profile_rounds
+    from benchmarks.rounds import profile_rounds
 
     profiles = []
     # Decoding alone, as long as the model's length allows; then with prefills in between.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from benchmarks.profile import ROUND_MARK, Event, gaps, split_rounds, summarise
+from benchmarks.rounds import ROUND_MARK, Event, gaps, split_rounds, summarise
 
 
 def rounds(count: int, idle: float) -> list[Event]:
