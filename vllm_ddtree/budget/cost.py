@@ -9,7 +9,6 @@ next to no context, and a machine under load clocks lower, so the scheduler corr
 
 import bisect
 import itertools
-import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +36,8 @@ class Costs:
     """Target forward, logits and draft (no draft for one row), as measured at start."""
     _observed: dict[Shape, tuple[int, float]] = field(default_factory=dict)
     """Rounds seen and their mean time over the measured one."""
+    _near: dict[int, float] = field(default_factory=dict)
+    """The latest such mean, by the power of two above the shape's tokens."""
     _widths: dict[int, list[int]] = field(default_factory=dict)
 
     def shape(self, budget: int, num_reqs: int) -> Shape | None:
@@ -61,19 +62,23 @@ class Costs:
         count, mean = self._observed.get(shape, (0, 1.0))
         count += 1
         weight = min(count + START_WEIGHT, WINDOW)
-        self._observed[shape] = count, mean + (ms / self.rounds[shape] - mean) / weight
+        mean += (ms / self.rounds[shape] - mean) / weight
+        self._observed[shape] = count, mean
+        self._near[_size(shape)] = mean
 
     def _correction(self, shape: Shape) -> float:
-        """Observed over measured time, of this shape or else of the nearest in tokens."""
+        """Observed over measured time, of this shape or else of one of about as many tokens."""
         if shape in self._observed:
             return self._observed[shape][1]
-        tokens = math.log2(shape[0] * shape[1])
-        near = [
-            (abs(tokens - math.log2(rows * n)), mean)
-            for (rows, n), (_, mean) in self._observed.items()
-        ]
-        distance, mean = min(near, default=(2.0, 1.0))
-        return mean if distance <= 1.0 else 1.0
+        size = _size(shape)
+        for near in (size, size - 1, size + 1):
+            if near in self._near:
+                return self._near[near]
+        return 1.0
+
+
+def _size(shape: Shape) -> int:
+    return (shape[0] * shape[1] - 1).bit_length()
 
 
 def _round(runner: Any, rows: int, num_reqs: int) -> None:
