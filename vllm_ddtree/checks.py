@@ -9,6 +9,7 @@ from typing import Any
 from vllm import envs
 
 from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS
+from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.config import DDTreeConfig
 from vllm_ddtree.graphs.sizes import (
     MAX_AUTO_TOKENS,
@@ -95,7 +96,8 @@ def _plan_graphs(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) -> None
     tokens = scheduler.max_num_batched_tokens
     if spec.auto_budget:
         widest = min(tokens, scheduler.max_num_seqs * (spec.budget + 1))
-        sizes = auto_sizes(min(widest, MAX_AUTO_TOKENS))
+        rows = [budget + 1 for budget in TIERS]
+        sizes = auto_sizes(min(widest, MAX_AUTO_TOKENS), rows, scheduler.max_num_seqs)
     else:
         schedule = spec.num_speculative_tokens_per_batch_size
         ranges = schedule or [(1, scheduler.max_num_seqs, spec.budget)]

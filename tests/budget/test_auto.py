@@ -9,7 +9,7 @@ import pytest
 
 from tests.budget.test_acceptance import Rounds
 from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
-from vllm_ddtree.budget.cost import Costs
+from vllm_ddtree.budget.cost import Costs, measurable
 from vllm_ddtree.budget.meter import read_meter
 
 
@@ -97,6 +97,56 @@ def test_observed_rounds_correct_the_costs() -> None:
     assert costs.round_ms(7, 16) == before
 
 
+def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
+    costs = Costs({(32, 32): 14.0, (16, 32): 9.0})
+    auto = AutoBudget(costs, max_num_seqs=32)
+
+    def serve(context_ms: float, tokens_31: float, tokens_15: float) -> int:
+        for step in range(3000):
+            if step % READ_EVERY == 0:
+                auto.refresh()
+                auto._tokens = {**dict.fromkeys(TIERS, 1.0), 31: tokens_31, 15: tokens_15}
+            budget = auto[32]
+            costs.observe(budget, 32, costs.rounds[budget + 1, 32] + context_ms)
+        return auto[32]
+
+    assert serve(20.0, 3.3, 3.0) == 15  # long contexts, modest drafts
+    assert serve(20.0, 7.0, 4.0) == 31  # long contexts, good drafts
+    assert serve(0.0, 7.0, 4.0) == 31  # short contexts
+    assert serve(0.0, 3.3, 3.0) == 15  # modest drafts again: what 15 cost long ago has faded
+
+
+def test_drafting_is_tried_again() -> None:
+    costs = machine(knee=160)
+    costs.rounds |= {(1, n): 5.0 for n in (1, 2, 4, 8, 16, 32, 64, 128)}
+    auto = AutoBudget(costs, max_num_seqs=128)
+    counts = Rounds(64, [1.0] + [0.3] * 63, [1.0] + [0.0] * 63).verify(63, 3000)
+    auto.acceptance.update(counts)
+    auto.refresh()
+    assert auto[1] == 0
+    looks = 0
+    while auto[1] == 0 and looks < 400:  # no tree is built: the counts stay
+        auto.acceptance.update(counts)
+        auto.refresh()
+        looks += 1
+    assert auto[1] > 0 and looks > 20
+
+
+def test_depth_bounds_what_is_expected() -> None:
+    auto = AutoBudget(machine(knee=160), max_num_seqs=4, depth=1)
+    assert max(auto.acceptance.expected(budget) for budget in TIERS) <= 1.0
+
+
+@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(256, 2048), (1024, 8192), (10, 8192)])
+def test_measured_rounds_fit_the_draft(max_num_seqs: int, tokens: int) -> None:
+    block_size = 16
+    every = [(budget + 1, n) for budget in TIERS for n in (1, 2, 128, 192, 256, max_num_seqs)]
+    shapes = measurable(every, tokens // block_size)
+    assert all(rows == 1 or n * block_size <= tokens for rows, n in shapes)
+    assert {rows for rows, _ in shapes} == {budget + 1 for budget in TIERS}
+    assert [rows * n for rows, n in shapes] == sorted(rows * n for rows, n in shapes)
+
+
 def output(lengths: dict[str, int], drafts: int) -> Any:
     tokens = {name: [-1] * drafts for name in lengths} if drafts else {}
     return SimpleNamespace(num_scheduled_tokens=lengths, scheduled_spec_decode_tokens=tokens)
@@ -155,7 +205,10 @@ def test_attach_passes_outputs_on() -> None:
     core = SimpleNamespace(
         scheduler=scheduler,
         model_executor=Executor([]),
-        vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4)),
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
+            speculative_config=SimpleNamespace(depth=15),
+        ),
     )
     attach(core, machine(knee=160))
     assert isinstance(scheduler.dynamic_sd_lookup, AutoBudget)

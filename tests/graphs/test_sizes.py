@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture sizes of draft and verify."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_ddtree import checks
+from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.graphs.sizes import (
     MAX_AUTO_TOKENS,
     MAX_DRAFT_TOKENS,
@@ -44,14 +44,22 @@ def test_draft_follows_the_verify_step() -> None:
     assert draft_sizes(16, 512, 256, [512])[-1] == 256
 
 
-@pytest.mark.parametrize("largest", [1, 7, 512, 1024])
-def test_auto_sizes(largest: int) -> None:
-    sizes = auto_sizes(largest)
-    assert sizes[0] == 1 and sizes[-1] <= largest
-    assert all(b / a <= 2 for a, b in itertools.pairwise(sizes))
-    for rows in (4, 8, 16, 32, 64):
-        counts = {size // rows for size in sizes if size % rows == 0 and size >= rows}
-        assert counts >= {n for n in (1, 2, 3, 4, 6, 8) if n * rows <= largest}
+@pytest.mark.parametrize("limit", [1, 10, 12, 20, 50, 100, 256, 1000])
+@pytest.mark.parametrize("largest", [64, 512, 1024])
+def test_auto_sizes(largest: int, limit: int) -> None:
+    rows = [budget + 1 for budget in TIERS]
+    sizes = auto_sizes(largest, rows, limit)
+    assert sizes[0] == 1 and sizes[-1] <= largest and sizes == sorted(set(sizes))
+    for width in rows:
+        # As vLLM makes them: sizes rounded up to whole requests, at most `limit` of them.
+        counts = {-(-size // width) for size in sizes if -(-size // width) * width <= largest}
+        counts = {n for n in counts if n <= limit}
+        for num_reqs in range(1, min(limit, largest // width) + 1):
+            fitting = [n for n in counts if n >= num_reqs]
+            if num_reqs <= max(counts):
+                assert min(fitting) <= 2 * num_reqs
+        # The most that may run have a graph, unless they exceed the ceiling.
+        assert limit * width > largest or limit in counts
 
 
 def test_verify_sizes_cover_every_number_of_requests() -> None:

@@ -60,3 +60,6 @@ def test_gather(rows: list[int], depth: int, num_states: int) -> None:
         assert torch.equal(compact.positions[first : first + length], linear)
         assert left[i] == context_rows - length
     assert int(compact.query_start_loc[-1]) == compact.num_tokens
+    short = both.new_empty(compact.num_tokens - 1, both.shape[1])
+    with pytest.raises(ValueError, match="room for"):
+        context.gather(runtime, batch, states, rejected, short)

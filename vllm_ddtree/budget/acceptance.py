@@ -18,6 +18,9 @@ PRIOR = {0: 0.0, 1: 0.8, 3: 1.5, 7: 2.2, 15: 2.6, 31: 3.0, 63: 3.25, 255: 3.6}
 """Accepted nodes before anything is known: a middling drafter."""
 PRIOR_ROUNDS = 50
 """Rounds that count as much as what was known before them."""
+FADE = 0.97
+"""Weight that is left, after a look at the meter that finds no new tree, of what was known: while
+nothing is drafted it fades to the prior, so that drafting is tried again."""
 WINDOW = 4000
 """Rounds (of one request) over which counts are averaged."""
 
@@ -31,12 +34,17 @@ def prior(budget: int) -> float:
 
 
 class Acceptance:
-    """Accepted nodes expected of each budget."""
+    """Accepted nodes expected of each budget.
 
-    def __init__(self) -> None:
+    Args:
+        depth: most nodes that a round can accept.
+
+    """
+
+    def __init__(self, depth: int = 255) -> None:
+        self._depth = depth
         self._last: Counts = []
         self._trees = 0.0
-        self._means: list[tuple[float, float, float]] = []
 
     def update(self, counts: Counts) -> None:
         """Take the meter's counts since the engine's start (`Meter.read`)."""
@@ -49,7 +57,7 @@ class Acceptance:
         ]
         self._last = counts
         trees = new[0][0] / ONE
-        decay = math.exp(-trees / WINDOW)
+        decay = math.exp(-trees / WINDOW) if trees else FADE
         self._sums = [
             [old * decay + more for old, more in zip(*rows, strict=True)]
             for rows in zip(self._sums, new, strict=True)
@@ -59,9 +67,10 @@ class Acceptance:
         self._rounds = list(itertools.accumulate(reversed(self._sums[1])))[::-1]
 
     def expected(self, budget: int) -> float:
-        """Accepted nodes a round, never more than the budget."""
+        """Accepted nodes a round, never more than the budget or the depth."""
+        most = float(min(budget, self._depth))
         if self._trees <= 0.0:
-            return min(float(budget), prior(budget))
+            return min(most, prior(budget))
         total, correction = 0.0, 1.0
         for first, last in RANGES:
             rows = range(first, min(last + 1, len(self._rounds)))
@@ -76,4 +85,4 @@ class Acceptance:
             if last >= budget:
                 break
         weight = self._trees / (self._trees + PRIOR_ROUNDS)
-        return min(float(budget), weight * total + (1.0 - weight) * prior(budget))
+        return min(most, weight * total + (1.0 - weight) * prior(budget))

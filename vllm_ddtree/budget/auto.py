@@ -40,12 +40,13 @@ class AutoBudget:
     Args:
         costs: measured rounds.
         max_num_seqs: most running requests.
+        depth: deepest node of a tree.
 
     """
 
-    def __init__(self, costs: Costs, max_num_seqs: int) -> None:
+    def __init__(self, costs: Costs, max_num_seqs: int, depth: int = 255) -> None:
         self.costs = costs
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(depth)
         self._size = max_num_seqs + 1
         self._chosen: dict[int, int] = {}
         self._fresh: set[int] = set()
@@ -154,14 +155,15 @@ def attach(engine_core: Any, costs: Costs) -> None:
         costs: measured by the workers; the first rank's.
 
     """
-    scheduler = engine_core.scheduler
+    scheduler, config = engine_core.scheduler, engine_core.vllm_config
+    spec = config.speculative_config
     if not costs.rounds:
         logger.warning(
             "ddtree: no CUDA graphs to measure; budget=auto keeps %s (first, last request, nodes)",
-            engine_core.vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
+            spec.num_speculative_tokens_per_batch_size,
         )
         return
-    auto = AutoBudget(costs, engine_core.vllm_config.scheduler_config.max_num_seqs)
+    auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.depth)
     watch = Watch(auto, engine_core.model_executor)
     update = scheduler.update_from_output
 

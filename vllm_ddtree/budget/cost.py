@@ -9,8 +9,9 @@ next to no context, and a machine under load clocks lower, so the scheduler corr
 
 import bisect
 import itertools
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ START_WEIGHT = 8
 """Observed rounds that count as much as the measurement at start."""
 WINDOW = 40
 """Rounds over which observed times are averaged."""
+MEMORY = 2000
+"""Rounds after which a third is left of what a shape showed: contexts grow and shrink meanwhile."""
 
 Shape = tuple[int, int]
 """(rows a request, requests) of a captured graph."""
@@ -34,10 +37,14 @@ class Costs:
 
     rounds: dict[Shape, float] = field(default_factory=dict)
     """Target forward, logits and draft (no draft for one row), as measured at start."""
-    _observed: dict[Shape, tuple[int, float]] = field(default_factory=dict)
-    """Rounds seen and their mean time over the measured one."""
+    _observed: dict[Shape, tuple[int, float, int]] = field(default_factory=dict)
+    """Rounds seen, their mean time over the measured one, and when the last one was."""
     _near: dict[int, float] = field(default_factory=dict)
     """The latest such mean, by the power of two above the shape's tokens."""
+    _latest: float = 1.0
+    """The latest such mean of all."""
+    _clock: int = 0
+    """Rounds of any shape."""
     _widths: dict[int, list[int]] = field(default_factory=dict)
 
     def shape(self, budget: int, num_reqs: int) -> Shape | None:
@@ -59,17 +66,20 @@ class Costs:
         shape = self.shape(budget, num_reqs)
         if shape is None or not 0.5 < ms / self.rounds[shape] < 4.0:
             return
-        count, mean = self._observed.get(shape, (0, 1.0))
+        count, mean, _ = self._observed.get(shape, (0, 1.0, 0))
         count += 1
         weight = min(count + START_WEIGHT, WINDOW)
         mean += (ms / self.rounds[shape] - mean) / weight
-        self._observed[shape] = count, mean
-        self._near[_size(shape)] = mean
+        self._clock += 1
+        self._observed[shape] = count, mean, self._clock
+        self._near[_size(shape)] = self._latest = mean
 
     def _correction(self, shape: Shape) -> float:
         """Observed over measured time, of this shape or else of one of about as many tokens."""
         if shape in self._observed:
-            return self._observed[shape][1]
+            _, mean, last = self._observed[shape]
+            weight = math.exp((last - self._clock) / MEMORY)
+            return weight * mean + (1.0 - weight) * self._latest
         size = _size(shape)
         for near in (size, size - 1, size + 1):
             if near in self._near:
@@ -133,6 +143,13 @@ def _random_tokens(runner: Any) -> Iterator[None]:
         del manager.run_fullgraph
 
 
+def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:
+    """The shapes by tokens, without those of more requests than the draft's buffers hold: vLLM
+    never lets so many run (`max_num_active_seqs`)."""
+    fitting = {(rows, n) for rows, n in shapes if rows == 1 or n <= max_drafts}
+    return sorted(fitting, key=lambda shape: (shape[0] * shape[1], shape))
+
+
 @torch.inference_mode()
 def measure(worker: Any) -> Costs:
     """Time a round of every shape that a worker has a FULL graph for. Before the first request.
@@ -144,13 +161,16 @@ def measure(worker: Any) -> Costs:
     manager = runner.cudagraph_manager
     if manager is None or not torch.cuda.is_available():
         return costs
-    shapes = {
-        (desc.num_tokens // desc.num_reqs, desc.num_reqs)
-        for desc in manager.graphs
-        if desc.num_reqs and desc.num_tokens % desc.num_reqs == 0 and not desc.num_active_loras
-    }
+    shapes = measurable(
+        (
+            (desc.num_tokens // desc.num_reqs, desc.num_reqs)
+            for desc in manager.graphs
+            if desc.num_reqs and desc.num_tokens % desc.num_reqs == 0 and not desc.num_active_loras
+        ),
+        runner.scheduler_config.max_num_batched_tokens // runner.speculator.num_query_per_req,
+    )
     with _random_tokens(runner):
-        for rows, num_reqs in sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)):
+        for rows, num_reqs in shapes:
             for _ in range(WARM_UP):
                 _round(runner, rows, num_reqs)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]

@@ -47,19 +47,23 @@ def draft_sizes(
     return [n * block_size for n in request_counts(limit)]
 
 
-def auto_sizes(largest: int) -> list[int]:
+def auto_sizes(largest: int, rows: list[int], limit: int) -> list[int]:
     """Capture sizes of the verify step, in tokens, for `"budget": "auto"`.
 
-    Its budgets + 1 are 2^k or 3 * 2^k, so these sizes serve 1, 2, 3, 4, 6, 8, 12, ... requests at
-    each of them with few graphs, where a dense plan would capture every multiple of 8 for every
-    budget.
+    Its budgets + 1 are 2^k or 3 * 2^k, so sizes of that form serve 1, 2, 3, 4, 6, 8, 12, ...
+    requests at each of them with few graphs, where a dense plan would capture every multiple of 8
+    for every budget. The most requests that may run have graphs of their own, for no wider graph is
+    captured.
 
     Args:
         largest: ceiling, tokens.
+        rows: budget + 1 of every budget.
+        limit: most requests that may run.
 
     """
     powers = [2**k for k in range(largest.bit_length())]
-    return sorted(size for size in {*powers, *(3 * p for p in powers)} if size <= largest)
+    sizes = {*powers, *(3 * p for p in powers), *(limit * n for n in rows)}
+    return sorted(size for size in sizes if size <= largest)
 
 
 def verify_sizes(own: list[int], tiers: list[tuple[int, int]], largest: int) -> list[int]:

@@ -63,6 +63,9 @@ class ContextRows:
             A copy of the batch for `DFlashSpeculator.propose`, one tensor [num_reqs * C, S * H] in
             a list, and int32 [num_reqs]. They are views of the buffers: valid until the next call.
 
+        Raises:
+            ValueError: `out` has too few rows.
+
         """
         num_reqs, rows = batch.num_reqs, self.rows
         _context_rows_kernel[(num_reqs,)](
@@ -80,6 +83,11 @@ class ContextRows:
         if out is None:
             width = sum(state.shape[1] for state in aux_hidden_states)
             out = aux_hidden_states[0].new_empty(num_reqs * rows, width)
+        if out.shape[0] < num_reqs * rows:
+            raise ValueError(
+                f"{num_reqs} requests have {num_reqs * rows} context rows, but there is room for "
+                f"{out.shape[0]}"
+            )
         states = out[: num_reqs * rows]
         gather_states(aux_hidden_states, self.sources[: num_reqs * rows], states)
         compact = copy.copy(batch)

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm_ddtree import runtime
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
-from vllm_ddtree.proposer.context import ContextRows
+from vllm_ddtree.proposer.context import ContextRows, gather_states
 from vllm_ddtree.tree.build import build_trees
 
 logger = init_logger("vllm.ddtree")
@@ -198,7 +198,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         if aux_hidden_states and step.verified and not step.as_chains:
             if step.has_plain_rows:
                 path = self.runtime.rows.path[: input_batch.num_tokens]
-                aux_hidden_states = [states[path] for states in aux_hidden_states]
+                width = sum(states.shape[1] for states in aux_hidden_states)
+                gathered = aux_hidden_states[0].new_empty(path.shape[0], width)
+                gather_states(aux_hidden_states, path, gathered)
+                aux_hidden_states = [gathered]
             else:
                 # Where the draft's graph reads them (vLLM 0.33; without graphs, a new tensor).
                 staging = getattr(self, "_aux_staging", None)

@@ -74,7 +74,20 @@ def walk(
     )
 
 
-@triton.jit
+# Chunks of a wide batch begin anywhere: no new kernel for each alignment.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "choices_ptr",
+        "drafts_ptr",
+        "idx_mapping_ptr",
+        "cu_num_logits_ptr",
+        "query_start_loc_ptr",
+        "sampled_ptr",
+        "num_sampled_ptr",
+        "path_rows_ptr",
+        "path_lens_ptr",
+    ]
+)
 def _walk_kernel(
     choices_ptr,  # [num_logits]
     drafts_ptr,  # [num_logits]
@@ -156,7 +169,7 @@ def path_logit_rows(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["path_rows_ptr", "path_lens_ptr", "cu_num_logits_ptr"])
 def _path_logit_rows_kernel(
     path_rows_ptr,  # [num_reqs, P]
     path_rows_stride,
