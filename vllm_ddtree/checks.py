@@ -44,7 +44,8 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
             _refuse("the V1 model runner, VLLM_USE_V2_MODEL_RUNNER", 0, "unset it")
         raise ValueError(
             "method ddtree needs vLLM's Model Runner V2, and vLLM has chosen the V1 runner: its "
-            "warning above, 'Model Runner V2 ...', says why; drop what it names"
+            "warning above, 'Model Runner V2 ...', says why; drop what it names (without a GPU: "
+            "set the variables of cpu/README.md)"
         )
     _check_target(model)
     for flag, value, one in (

@@ -206,7 +206,10 @@ def _refused_by_vllm(error: ValidationError | OSError, keys: dict[str, Any]) -> 
     """One line for what vLLM's own configuration refuses of the user's keys."""
     model = keys["model"]
     if isinstance(error, OSError):
-        return _bad("model", model, f"give a DFlash drafter ({' '.join(str(error).split())})")
+        where = "no such folder here, or on the hub"
+        return _bad(
+            "model", model, f"give a DFlash drafter ({where}: {' '.join(str(error).split())})"
+        )
     first = error.errors()[0]
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     if reason.startswith("Model architectures"):
@@ -247,16 +250,16 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     schedule = _schedule(keys)
     auto = keys.get("budget") == "auto" or (keys.get("budget") is None and schedule is None)
     if auto:
-        if schedule is not None:
-            raise _bad("budget", "auto", "leave out budget_per_batch_size, which auto replaces")
-        schedule = SCHEDULE
         keys.pop("budget", None)
     budget = _whole(keys, "budget", 1, MAX_BUDGET, None)
     if schedule is not None:
-        largest = max(nodes for _, _, nodes in schedule)
-        if budget is not None and budget < largest:
-            raise _bad("budget", budget, f"budget_per_batch_size goes up to {largest}: raise it")
-        budget = largest
+        if auto or budget is not None:
+            given = "auto" if auto else budget
+            raise _bad("budget", given, "leave out either it or budget_per_batch_size")
+        budget = max(nodes for _, _, nodes in schedule)
+    elif auto:
+        schedule = SCHEDULE
+        budget = max(nodes for _, _, nodes in schedule)
     assert budget is not None
     top_k = _whole(keys, "top_k", 1, MAX_TOP_K, DEFAULT_TOP_K)
     depth = _whole(keys, "num_speculative_tokens", 1, MAX_BLOCK_SIZE - 1, None)

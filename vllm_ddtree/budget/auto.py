@@ -158,7 +158,7 @@ def attach(engine_core: Any, costs: Costs) -> None:
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
     spec = config.speculative_config
     if not costs.rounds:
-        logger.warning(
+        logger.info(
             "ddtree: no CUDA graphs to measure; budget=auto keeps %s (first, last request, nodes)",
             spec.num_speculative_tokens_per_batch_size,
         )
