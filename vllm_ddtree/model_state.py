@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_ddtree import runtime
+from vllm_ddtree import invariants, runtime
 from vllm_ddtree.attention.install import install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors
@@ -72,6 +72,7 @@ class DDTreeStateMixin:
         size = vllm_config.model_config.get_hidden_size() / 4096
         shards = vllm_config.parallel_config.tensor_parallel_size
         self._mixed_tree_tokens = MIXED_TREE_TOKENS * shards / size**2
+        self._check = invariants.enabled()
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """Note whether the request's sampling reads preceding rows as its own tokens."""
@@ -158,6 +159,7 @@ class DDTreeStateMixin:
             has_plain_rows=plain,
             in_graph=for_capture,
             num_reqs=batch.num_reqs,
+            req_ids=batch.req_ids,
             query_start_loc=batch.query_start_loc,
             slot_mappings=slot_mappings,
         )
@@ -215,6 +217,12 @@ class DDTreeStateMixin:
     ) -> None:
         """Move the accepted path's keys and values to the slots right after the root."""
         rt, step = self.runtime, self.runtime.step
+        commit = None
+        if self._check and step.verified:
+            assert num_computed_tokens is not None
+            commit = invariants.check_step(
+                rt, self.compactors(), idx_mapping, num_sampled, num_computed_tokens
+            )
         if step.verified and not step.as_chains:
             assert step.slot_mappings is not None and step.query_start_loc is not None
             for gid, compactor in self.compactors():
@@ -226,6 +234,8 @@ class DDTreeStateMixin:
                     rt.path_lens,
                     step.num_reqs,
                 )
+        if commit is not None:
+            commit.check()
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)  # type: ignore[misc]
 
 

@@ -31,6 +31,7 @@ class Step:
     verified: bool = False
     """Whether the tree sampler ran, so that there is a path to commit."""
     num_reqs: int = 0
+    req_ids: list[str] = field(default_factory=list)
     query_start_loc: torch.Tensor | None = None
     """[num_reqs + 1] int32."""
     slot_mappings: torch.Tensor | None = None

@@ -22,6 +22,7 @@ _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM wants a NUMA node for every rank
     "VLLM_DDTREE_CPU_TESTBED": "1",  # register() acts
 }
 

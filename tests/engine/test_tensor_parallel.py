@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks: vLLM's multiprocess executor, two workers of the CPU engine, sums over gloo.
+
+Every rank drafts, verifies and walks for itself, from logits that vLLM gathers; so all must hold
+the same trees in every round, and give the tokens and rounds of one rank. The requests are without
+near-ties: vLLM's sums over two ranks, in another order, change none of their tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conftest import NANO
+from tests.engine.harness import PROMPTS, Result, generate, greedy, open_engine, run_engine
+from vllm_ddtree.budget import auto
+from vllm_ddtree.budget.cost import Costs
+from vllm_ddtree.budget.meter import read_meter
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+
+ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 4}
+# Without graphs to measure, its schedule: 63 nodes up to two running requests, 31 up to eight.
+SPEC: dict[str, Any] = {"method": "ddtree", "model": str(NANO.drafter), "budget": "auto"}
+REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
+    (PROMPTS[0], 10, {}),
+    (PROMPTS[1], 9, {"temperature": 1.0, "seed": 1}),
+    (PROMPTS[5], 5, {"presence_penalty": 0.5}),  # a chain
+    (PROMPTS[2], 7, {"temperature": 0.6, "seed": 2, "top_p": 0.9, "top_k": 20}),
+]
+
+
+def batch() -> tuple[list[str], list[SamplingParams]]:
+    prompts, tokens, sampling = zip(*REQUESTS, strict=True)
+    return list(prompts), [greedy(n, **more) for n, more in zip(tokens, sampling, strict=True)]
+
+
+def record(worker: Any) -> None:
+    """Keep a digest of a worker's trees and walks after every round (sent to it as a function)."""
+    rt = worker.model_runner.model_state.runtime
+    worker.digests = digests = []
+    publish, trees = rt.meter.publish, rt.trees
+    parts = (trees.tokens, trees.parents, trees.depths, trees.masks, trees.num_nodes, trees.spines)
+
+    def publish_and_record() -> None:
+        publish()
+        digest = hashlib.sha256()
+        for part in (*parts, rt.path_rows, rt.path_lens, rt.meter.counts):
+            digest.update(part.numpy().tobytes())
+        digests.append(digest.hexdigest())
+
+    rt.meter.publish = publish_and_record
+
+
+def recorded(worker: Any) -> tuple[int, int, list[str]]:
+    """(rank, ranks, digest after each round since the last call)."""
+    from vllm.distributed import parallel_state
+
+    digests = list(worker.digests)
+    worker.digests.clear()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    return rank, parallel_state.get_tensor_model_parallel_world_size(), digests
+
+
+def rounds(llm: LLM) -> int:
+    """Number of rounds since the last call, of which both ranks hold the same trees."""
+    (rank, ranks, one), (other_rank, _, other) = llm.collective_rpc(recorded)
+    assert (rank, other_rank, ranks) == (0, 1, 2)
+    assert one == other
+    assert len(set(one)) == len(one), "the digest misses what changes"
+    return len(one)
+
+
+@functools.cache
+def one_rank(speculates: bool) -> Result:
+    return run_engine(NANO.target, SPEC if speculates else None, *batch(), **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LLM]:
+    one_rank(False), one_rank(True)  # before: a new engine takes over vLLM's counters
+    with open_engine(NANO.target, SPEC, tensor_parallel_size=2, **ENGINE) as llm:
+        llm.collective_rpc(record)
+        yield llm
+
+
+def test_same_tokens_and_rounds_as_one_rank(ranks: LLM) -> None:
+    result = generate(ranks, *batch())
+    assert result.token_ids == one_rank(False).token_ids
+    assert result.token_ids == one_rank(True).token_ids
+    assert result.counters == one_rank(True).counters
+    assert result.counters.num_accepted_tokens > 0
+    assert rounds(ranks) > 5
+
+
+def test_requests_without_a_seed(ranks: LLM) -> None:
+    """Each rank draws the seed itself."""
+    params = [greedy(8, temperature=1.0), greedy(6, temperature=0.7)]
+    result = generate(ranks, PROMPTS[2:4], params)
+    assert [len(tokens) for tokens in result.token_ids] == [8, 6]
+    assert rounds(ranks) > 2
+
+
+def test_the_scheduler_reads_the_meter(ranks: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `"budget": "auto"` does where graphs have been measured, over the workers' meters."""
+    monkeypatch.setattr(auto, "READ_EVERY", 4)
+    monkeypatch.setattr(auto, "READ_AFTER", 2)
+    core = ranks.llm_engine.engine_core.engine_core
+    scheduler = core.scheduler
+    monkeypatch.setattr(scheduler, "update_from_output", scheduler.update_from_output)
+    monkeypatch.setattr(scheduler, "dynamic_sd_lookup", scheduler.dynamic_sd_lookup)
+    # Up to three nodes cost nothing, more cost much.
+    costs = Costs({(n + 1, 4): 5.0 if n <= 3 else 50.0 for n in auto.TIERS})
+    auto.attach(core, costs)
+    chosen = scheduler.dynamic_sd_lookup
+    result = generate(ranks, *batch())
+    assert result.token_ids == one_rank(False).token_ids
+    counters = result.counters
+    assert 0 < counters.num_draft_tokens <= 3 * counters.num_drafts
+    one, other = ranks.collective_rpc(read_meter)
+    assert one == other and one[0][0] > 0
+    assert chosen.acceptance._trees > 0, "no meter was read"
+    assert rounds(ranks) > 5
