@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from vllm_ddtree.attention import latent
+from vllm_ddtree.attention import latent_prefix as latent_prefix_module
 from vllm_ddtree.attention.latent import Tail, latent_attention
-from vllm_ddtree.attention.latent_prefix import latent_prefix, latent_segments
+from vllm_ddtree.attention.latent_prefix import (
+    latent_prefix,
+    latent_segments,
+    num_stages,
+    tile_rows,
+)
 from vllm_ddtree.attention.latent_tail import latent_tail
 from vllm_ddtree.attention.reference import latent_attention_reference, tree_attention_reference
 
@@ -213,6 +219,18 @@ def test_segments_fill_a_gpu_once() -> None:
     assert latent_segments(1, 128, 64, 132) == 64
     assert latent_segments(1, 512, 64, 132) == 16
     assert latent_segments(64, 512, 64, 132) == 1
+
+
+def test_tiles_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 576: bfloat16 on an H200, on an A100 and on a GPU with 99 KiB; float32."""
+    cache = torch.empty(1, 16, 576, dtype=torch.bfloat16)
+    for available, tall, stages in ((232448, 64, 2), (166912, 16, 2), (101376, 16, 1)):
+        monkeypatch.setattr(latent_prefix_module, "_shared_memory", lambda _, n=available: n)
+        assert tile_rows(128, 1152, cache.device) == tall
+        assert tile_rows(32, 1152, cache.device) == 16
+        assert num_stages(tall, cache) == stages
+        assert tile_rows(128, 2304, cache.device) == 16
+        assert num_stages(16, cache.float()) == 1
 
 
 def test_a_random_sweep() -> None:

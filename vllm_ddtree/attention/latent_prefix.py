@@ -85,7 +85,7 @@ def latent_prefix(
         BLOCK_M=block_m,
         BLOCK_N=32,
         num_warps=8 if block_m == 64 else 4,
-        num_stages=2,
+        num_stages=num_stages(block_m, cache),
     )
 
 
@@ -99,13 +99,27 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def tile_rows(num_packed_rows: int, row_bytes: int, device: torch.device) -> int:
-    """(row, head) pairs of one program: the tall tile reads keys less often, if it fits.
+    """(row, head) pairs of one program: the tall tile reads keys less often, where it fits.
 
     row_bytes  bytes of one cached row
     """
-    # The queries, and two stages of 32 keys; a 64-row accumulator of 512 fits eight warps.
-    tall = _shared_memory(device) >= (64 + 2 * 32) * row_bytes + 4096
-    return 64 if tall and row_bytes <= 1280 and num_packed_rows > 32 else 16
+    # An accumulator of 64 x 512 fits the registers of eight warps, beside 16-bit operands.
+    tall = _fits(64, row_bytes, device) and row_bytes <= 1280
+    return 64 if tall and num_packed_rows > 32 else 16
+
+
+def num_stages(block_m: int, cache: torch.Tensor) -> int:
+    """2, to load keys while others are multiplied, where the shared memory holds both; else 1."""
+    row_bytes = cache.shape[-1] * cache.element_size()
+    return 2 if _fits(block_m, row_bytes, cache.device) else 1
+
+
+def _fits(block_m: int, row_bytes: int, device: torch.device) -> bool:
+    """Whether queries and two stages of 32 keys do, with a third more for what else is kept there.
+
+    (vLLM's kernel of 16 rows and two stages needs 100 KiB, more than many GPUs have.)
+    """
+    return (block_m + 2 * 32) * row_bytes * 4 // 3 <= _shared_memory(device)
 
 
 def latent_segments(num_reqs: int, num_packed_rows: int, block_m: int, num_sms: int) -> int:

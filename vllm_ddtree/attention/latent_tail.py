@@ -9,6 +9,7 @@ it, as a chain's and a prefill's do.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.attention.latent_prefix import num_stages
 from vllm_ddtree.attention.prefix import LOG2_E
 
 
@@ -90,7 +91,7 @@ def latent_tail(
         BLOCK_M=block_m,
         BLOCK_N=16 if max_tail <= 16 else 32,
         num_warps=4,
-        num_stages=2,
+        num_stages=num_stages(block_m, cache),
     )
 
 
