@@ -163,7 +163,7 @@ def test_shapes(heads: int, rank: int, rope: int) -> None:
     assert_close(run(batch, rank, tails), expected_output(batch, rank, tails))
 
 
-@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("block_m", [16, 32, 64])
 @pytest.mark.parametrize("num_segments", [1, 3, 8])
 def test_segments(num_segments: int, block_m: int) -> None:
     """More segments than blocks of keys leave some of them empty, with whatever lay there."""

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
+from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
 from vllm_ddtree.attention.latent_metadata import latent_tree_builder
@@ -26,6 +27,9 @@ BUDGET, RANK, ROPE, HEADS = 8, 64, 16, 4
 
 class Prefill:
     """Stands for the backend of prefills."""
+
+    def get_name(self) -> str:
+        return "FLASH_ATTN"
 
     def prepare_metadata(self, metadata: Any) -> None:
         self.metadata = metadata
@@ -89,7 +93,9 @@ def build(batch: Batch, step: Step) -> Any:
         causal=True,
         is_prefilling=None,
     )
-    return make_builder(batch, step).build(0, common)
+    builder = make_builder(batch, step)
+    with torch.device("cpu"):  # vLLM's own tensors on the host
+        return builder.build(0, common)
 
 
 @pytest.mark.parametrize(
@@ -187,3 +193,19 @@ def test_workspaces_are_for_single_rows(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen == [(1, QueryLenSupport.SINGLE_ONLY)]
     assert builder.query_len_support is QueryLenSupport.VARLEN
     assert np.isscalar(builder.reorder_batch_threshold)
+
+
+def test_the_profile_reserves_for_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 asks the implementation, too."""
+    seen = []
+    monkeypatch.setattr(
+        triton_mla,
+        "_reserve_attn_logits_workspace",
+        lambda config, *sizes: seen.append(sizes),
+        raising=False,
+    )
+    impl: Any = TreeTritonMLAImpl.__new__(TreeTritonMLAImpl)
+    impl._vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=32))
+    impl.num_heads, impl.kv_lora_rank = 8, RANK
+    impl.reserve_workspace()
+    assert seen == [(32, 8, RANK)]

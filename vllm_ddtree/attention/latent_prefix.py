@@ -84,7 +84,7 @@ def latent_prefix(
         BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
         BLOCK_M=block_m,
         BLOCK_N=32,
-        num_warps=8 if block_m == 64 else 4,
+        num_warps=8 if block_m > 16 else 4,
         num_stages=num_stages(block_m, cache),
     )
 
