@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm import envs
 
-from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS
+from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS, SUPPORTED_MLA_BACKENDS
 from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.config import DDTreeConfig
 from vllm_ddtree.graphs.sizes import (
@@ -76,7 +76,15 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
         if value:
             _refuse(flag, value, "leave it out")
     backend = vllm_config.attention_config.backend
-    if backend is not None and backend.name not in SUPPORTED_BACKENDS:
+    if model.use_mla:
+        # Left to itself vLLM takes another one where it can, and says so after the weights loaded.
+        if backend is None or backend.name not in SUPPORTED_MLA_BACKENDS:
+            raise ValueError(
+                f"method ddtree does not support --attention-backend="
+                f"{'auto' if backend is None else backend.name} for target {model.model!r}, which "
+                f"has multi-head latent attention: use {SUPPORTED_MLA_BACKENDS[0]}"
+            )
+    elif backend is not None and backend.name not in SUPPORTED_BACKENDS:
         _refuse("--attention-backend", backend.name, f"use {' or '.join(SUPPORTED_BACKENDS[:2])}")
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
@@ -117,7 +125,6 @@ def _check_target(model: Any) -> None:
     hybrid = model.is_hybrid or model.is_attention_free
     for bad, what in (
         (hybrid, "recurrent layers (Mamba, gated delta net)"),
-        (model.use_mla, "multi-head latent attention"),
         (model.is_encoder_decoder, "an encoder"),
         (getattr(model, "uses_mrope", False), "positions of several axes (M-RoPE)"),
         (getattr(model, "rswa_window", None) is not None, "reference sliding-window attention"),

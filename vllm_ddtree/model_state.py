@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm_ddtree import invariants, runtime
 from vllm_ddtree.attention.install import install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
-from vllm_ddtree.commit.kv import KVCompactor, make_compactors
+from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
 from vllm_ddtree.runtime import Step
 from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
@@ -73,6 +73,9 @@ class DDTreeStateMixin:
         shards = vllm_config.parallel_config.tensor_parallel_size
         self._mixed_tree_tokens = MIXED_TREE_TOKENS * shards / size**2
         self._check = invariants.enabled()
+        if vllm_config.model_config.use_mla:
+            # Latent attention verifies chains by the same kernels as trees.
+            self._mixed_tree_tokens = 0
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
         """Note whether the request's sampling reads preceding rows as its own tokens."""
@@ -113,7 +116,7 @@ class DDTreeStateMixin:
             layers = target_layers(self.vllm_config)  # type: ignore[attr-defined]
             self._compactors = []
             for gid, names in self._kv_cache_groups:
-                caches = [layers[name].kv_cache for name in names if name in layers]
+                caches = [with_heads(layers[name].kv_cache) for name in names if name in layers]
                 self._compactors += [(gid, compactor) for compactor in make_compactors(caches)]
         return self._compactors
 
@@ -155,6 +158,7 @@ class DDTreeStateMixin:
         rt.step = Step(
             # A tree of one node is a chain.
             has_trees=most > 2 and not chains,
+            max_verify_len=int(lens[num_logits > 1].max(initial=0)),
             as_chains=chains,
             has_plain_rows=plain,
             in_graph=for_capture,

@@ -22,6 +22,8 @@ class Step:
 
     has_trees: bool = False
     """Whether any request verifies drafts that are no chain: the attention needs the tree."""
+    max_verify_len: int = 0
+    """Rows of the longest request that verifies drafts, rows before its tree included; 0: none."""
     as_chains: bool = False
     """Whether the trees of the batch were turned into chains."""
     has_plain_rows: bool = True

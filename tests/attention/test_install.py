@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from vllm_ddtree.attention.install import check_layer, install_tree_attention
 from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
+from vllm_ddtree.attention.triton_mla import TreeTritonMLAImpl
 from vllm_ddtree.attention.variant import Variant
+
+
+class OtherLatentAttention(MLAAttention):
+    """Stands for vLLM's subclasses."""
 
 
 class ChunkedLocalAttention(Attention):
@@ -87,3 +95,55 @@ def test_windows_soft_caps_and_sinks_reach_the_layers() -> None:
         "short": Variant(window=7, tail_window=7),
         "capped": Variant(soft_cap=30.0),
     }
+
+
+def make_latent_layer(kind: Any = MLAAttention, impl: Any = TritonMLAImpl, **given: Any) -> Any:
+    """A layer of multi-head latent attention, as `make_layer`."""
+    layer: Any = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.impl = impl.__new__(impl)
+    for name, value in {
+        "attn_backend": TritonMLABackend,
+        "sliding_window": None,
+        "use_sparse": False,
+        "kv_cache_dtype": "auto",
+        **given,
+    }.items():
+        setattr(layer, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [
+        ({"kind": OtherLatentAttention}, ["OtherLatentAttention", "use method dflash"]),
+        (
+            {"impl": CPUMLAImpl, "attn_backend": CPUMLABackend},
+            ["attention backend CPU_MLA", "set --attention-backend to TRITON_MLA"],
+        ),
+        ({"kv_cache_dtype": "fp8"}, ["KV cache dtype fp8", "set --kv-cache-dtype auto"]),
+        ({"use_sparse": True}, ["sparse", "use method dflash"]),
+        ({"sliding_window": 64}, ["sliding window", "use method dflash"]),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else str(next(iter(value))),
+)
+def test_latent_layers_refused_by_name(layer: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_layer("layers.7.attn", make_latent_layer(**layer))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("target layer layers.7.attn", *parts):
+        assert part in message
+
+
+def test_latent_layers_become_tree_aware() -> None:
+    layer, draft = make_latent_layer(), make_layer()
+    layer.is_draft_layer, draft.is_draft_layer = False, True
+    context = SimpleNamespace(static_forward_context={"target": layer, "draft": draft})
+    runtime: Any = SimpleNamespace(depth=15)
+    form = install_tree_attention(SimpleNamespace(compilation_config=context), runtime)
+    assert form == "Triton latent prefix + Triton latent tail"
+    assert type(layer.impl) is TreeTritonMLAImpl and layer.impl.tree_runtime is runtime
+    assert layer.attn_backend.get_name() == "TRITON_MLA"
+    assert layer.attn_backend.get_builder_cls().__name__ == "TreeTritonMLAMetadataBuilder"
+    assert type(draft.impl) is TritonAttentionImpl

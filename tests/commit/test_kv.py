@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ddtree.commit.kv import KVCompactor, make_compactors
+from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS = 4, 60, 2
 
@@ -165,6 +165,23 @@ def test_a_group_of_several_layouts() -> None:
     for cache, want in zip(caches, expected, strict=True):
         np.testing.assert_array_equal(as_bytes(cache), want)
     assert make_compactors([]) == []
+
+
+def test_latent_caches() -> None:
+    """[num_blocks, block_size, rank + rope], whose pages may be longer than their rows."""
+    commit = Commit([(0, 9, [0, 3, 5]), (2, 12, [0, 1, 4, 7])])
+    pages = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_SIZE * 576 + 64), dtype=torch.int16)
+    latent = pages[:, : BLOCK_SIZE * 576].view(torch.bfloat16).unflatten(1, (BLOCK_SIZE, 576))
+    cache = with_heads(latent)
+    assert cache.shape == (NUM_BLOCKS, 1, BLOCK_SIZE, 576)
+    behind = pages[:, BLOCK_SIZE * 576 :].clone()
+    expected = commit.expected(cache)
+    assert (expected != as_bytes(cache)).any()
+    (compactor,) = make_compactors([cache])
+    commit.run(compactor)
+    np.testing.assert_array_equal(as_bytes(cache), expected)
+    torch.testing.assert_close(pages[:, BLOCK_SIZE * 576 :], behind)
+    assert with_heads(cache) is cache
 
 
 def test_a_shared_cache_moves_once() -> None:

@@ -328,7 +328,6 @@ def test_a_hybrid_target(tmp_path: Path) -> None:
     [
         ("is_hybrid", True, "recurrent layers"),
         ("is_attention_free", True, "recurrent layers"),
-        ("use_mla", True, "multi-head latent attention"),
         ("is_encoder_decoder", True, "an encoder"),
         ("uses_mrope", True, "M-RoPE"),
         ("rswa_window", 64, "sliding-window"),
@@ -346,6 +345,32 @@ def test_other_targets(
     message = refusal(lambda: check_engine_config(None, config))
     for part in (f"target {str(TARGET)!r}", what, "use method dflash"):
         assert part in message
+
+
+@pytest.mark.parametrize("backend", [None, "FLASHMLA", "FLASH_ATTN_MLA", "FLASH_ATTN"])
+def test_a_latent_target_needs_its_backend(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None
+) -> None:
+    """Nano with multi-head latent attention."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_ddtree.checks import check_engine_config
+
+    args, config = EngineArgs(model=str(TARGET)), build()
+    monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda _: True))
+    attention = config.attention_config
+    monkeypatch.setattr(attention, "backend", AttentionBackendEnum[backend] if backend else None)
+    message = refusal(lambda: check_engine_config(args, config))
+    for part in (
+        f"--attention-backend={backend or 'auto'}",
+        f"target {str(TARGET)!r}",
+        "multi-head latent attention",
+        "use TRITON_MLA",
+    ):
+        assert part in message
+    monkeypatch.setattr(attention, "backend", AttentionBackendEnum.TRITON_MLA)
+    check_engine_config(args, config)
 
 
 @pytest.fixture

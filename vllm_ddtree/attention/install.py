@@ -10,11 +10,13 @@ import functools
 from typing import Any
 
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_ddtree.attention.latent_metadata import latent_tree_builder
 from vllm_ddtree.attention.metadata import tree_builder
-from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS
+from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS, SUPPORTED_MLA_BACKENDS
 from vllm_ddtree.attention.variant import variant_of
 from vllm_ddtree.runtime import Runtime
 
@@ -31,6 +33,10 @@ def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]
         from vllm_ddtree.attention import triton
 
         return triton.TreeTritonAttentionImpl, triton.FORM
+    if backend_name == "TRITON_MLA":
+        from vllm_ddtree.attention import triton_mla
+
+        return triton_mla.TreeTritonMLAImpl, triton_mla.FORM
     from vllm_ddtree.attention import cpu
 
     return cpu.TreeCPUAttentionImpl, cpu.FORM
@@ -40,6 +46,7 @@ def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]
 def tree_backend(base: type) -> type:
     """The tree-aware form of an attention backend class; it keeps the backend's name."""
     impl, _ = _tree_impl(base.get_name())  # type: ignore[attr-defined]
+    make_builder = latent_tree_builder if base.is_mla() else tree_builder  # type: ignore[attr-defined]
 
     class TreeBackend(base):
         @staticmethod
@@ -48,7 +55,7 @@ def tree_backend(base: type) -> type:
 
         @staticmethod
         def get_builder_cls() -> type:
-            return tree_builder(base.get_builder_cls())  # type: ignore[attr-defined]
+            return make_builder(base.get_builder_cls())  # type: ignore[attr-defined]
 
     TreeBackend.__name__ = f"Tree{base.__name__}"
     TreeBackend.__qualname__ = TreeBackend.__name__
@@ -62,9 +69,16 @@ def _refuse(name: str, what: str, fix: str) -> ValueError:
 def check_layer(name: str, layer: Any) -> None:
     """Raise ValueError for a target layer whose attention cannot be a tree's."""
     elsewhere = "use method dflash for this target"
+    if type(layer) is MLAAttention:
+        _check_latent_layer(name, layer)
+        return
     # Subclasses (chunked, prefix-LM, static sinks ...) change what a row sees behind this layer.
     if type(layer) is not Attention:
-        raise _refuse(name, f"{type(layer).__name__} is not plain multi-head attention", elsewhere)
+        raise _refuse(
+            name,
+            f"{type(layer).__name__} is neither plain multi-head nor latent attention",
+            elsewhere,
+        )
     impl: Any = layer.impl
     if layer.attn_type != AttentionType.DECODER:
         raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
@@ -92,6 +106,21 @@ def check_layer(name: str, layer: Any) -> None:
             "FlashAttention 4 with heads of 256",
             "set --attention-backend to TRITON_ATTN",
         )
+
+
+def _check_latent_layer(name: str, layer: Any) -> None:
+    """`check_layer` of a layer with multi-head latent attention."""
+    elsewhere = "use method dflash for this target"
+    if getattr(layer, "use_sparse", False) or getattr(layer.impl, "is_sparse", False):
+        raise _refuse(name, "sparse latent attention (an indexer)", elsewhere)
+    backend = layer.attn_backend.get_name()
+    base = _tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_MLA_BACKENDS else None
+    if base is None or type(layer.impl) is not base:
+        raise _refuse(name, f"attention backend {backend}", "set --attention-backend to TRITON_MLA")
+    if layer.sliding_window is not None:
+        raise _refuse(name, "latent attention with a sliding window", elsewhere)
+    if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+        raise _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype auto")
 
 
 def target_layers(vllm_config: Any) -> dict[str, Any]:
@@ -123,6 +152,7 @@ def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
         layer.attn_backend = tree_backend(layer.attn_backend)
         layer.impl.__class__ = impl
         layer.impl.tree_runtime = runtime
-        layer.impl.tree_variant = variant_of(layer, runtime.depth)
+        if not isinstance(layer, MLAAttention):
+            layer.impl.tree_variant = variant_of(layer, runtime.depth)
         forms.add(form)
     return ", ".join(sorted(forms))

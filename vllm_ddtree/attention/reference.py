@@ -141,3 +141,45 @@ def tree_attention_reference(
             query[start:end], keys, values, mask[:, first:], scale, soft_cap, sinks
         )
     return out
+
+
+def latent_attention_reference(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    rank: int,
+    block_table: torch.Tensor,
+    tail_ends: torch.Tensor,
+    tail_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    row_masks: torch.Tensor | None,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) of tail rows, one
+    request after another; reads sizes on the host. Rows outside tails stay as they are.
+
+    All heads share one cached row a token: it is the key, and its first ``rank`` elements are the
+    value; the heads' own up-projections are in the query already, and follow after the output.
+
+    query        [T, Hq, rank + rope]
+    cache        [num_blocks, block_size, rank + rope]  this step's rows already written
+    block_table  int32 [R, max_blocks]
+    tail_ends    int32 [>= R]    row after the last tail row of each request
+    tail_lens    int32 [>= R]    rows of each request's tail, 0: none
+    prefix_lens  int32 [>= R]    keys before the tail
+    row_masks    int32 [T, W]    ancestor bits of tail rows; None: each sees all before it
+    out          [T, Hq, rank]
+    """
+    keys_of_blocks = cache.unsqueeze(2)
+    for req in range(block_table.shape[0]):
+        end, length, prefix = int(tail_ends[req]), int(tail_lens[req]), int(prefix_lens[req])
+        if length == 0:
+            continue
+        rows = slice(end - length, end)
+        bits = query.new_zeros(length, 1, dtype=torch.int32)
+        in_tree = length if row_masks is not None else 0
+        mask = request_mask(
+            length, prefix + length, in_tree, bits if row_masks is None else row_masks[rows]
+        )
+        keys = gather_cache(keys_of_blocks, block_table[req], prefix + length)
+        out[rows] = masked_attention(query[rows], keys, keys[..., :rank], mask, scale)

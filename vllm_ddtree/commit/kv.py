@@ -95,6 +95,13 @@ class KVCompactor:
         )
 
 
+def with_heads(cache: torch.Tensor) -> torch.Tensor:
+    """A cache [num_blocks, Hkv, block_size, C]; of multi-head latent attention, which has no
+    dimension of heads, with one head.
+    """
+    return cache if cache.dim() == 4 else cache.unsqueeze(1)
+
+
 def make_compactors(caches: Sequence[torch.Tensor]) -> list[KVCompactor]:
     """Compactors of all caches of a KV group, which may hold layers of several shapes."""
     layouts: dict[tuple[object, ...], list[torch.Tensor]] = {}

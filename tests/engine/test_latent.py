@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Targets with multi-head latent attention (MLA): output equal to vLLM's own.
+
+Without speculation vLLM's own CPU backend attends (latents of 512 + 64, blocks of 16, whole prompts
+only). With DDTree TRITON_MLA does, which the CPU platform never selects: here it is made to, and
+its kernels, vLLM's for single rows and ours for trees, run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Pair
+from tests.engine import models
+from tests.engine.harness import ddtree, greedy, run_engine
+
+ENGINE: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "skip_tokenizer_init": True}
+LATENT: dict[str, Any] = {
+    "vocab_size": models.VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 24,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture
+def triton_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the CPU platform take TRITON_MLA when asked to, with blocks of 32 and prompts in chunks
+    (its own backend's limits, which it sets for every MLA target). Both engines get the mended
+    rotary embedding.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+    from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    platform = type(current_platform)
+    select, update = current_platform.get_attn_backend_cls, current_platform.check_and_update_config
+    backend = AttentionBackendEnum.TRITON_MLA
+
+    def get_attn_backend_cls(
+        _: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if attn_selector_config.use_mla and selected_backend == backend:
+            return backend.get_path()
+        return select(selected_backend, attn_selector_config, num_heads)
+
+    def check_and_update_config(_: Any, config: Any) -> None:
+        scheduler, cache = config.scheduler_config, config.cache_config
+        asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        caching = cache.enable_prefix_caching
+        update(config)
+        if config.speculative_config is not None:  # the drafter's part of the configuration, too
+            cache.block_size, cache.enable_prefix_caching = 32, caching
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
+
+    monkeypatch.setattr(platform, "get_attn_backend_cls", classmethod(get_attn_backend_cls))
+    monkeypatch.setattr(platform, "check_and_update_config", classmethod(check_and_update_config))
+    # vLLM's CPU kernel turns queries [T, heads, rope] and strided keys by other rows' angles.
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
+    # vLLM has no CPU form of the kernel that writes a latent cache.
+    monkeypatch.setattr(TritonMLAImpl, "do_kv_cache_update", CPUMLAImpl.do_kv_cache_update)
+
+
+def deepseek_v3(folder: Path) -> Pair:
+    """Experts in one of three layers, queries with a latent of their own; Kimi-K2's text model is
+    of this class.
+    """
+    from transformers import DeepseekV3Config
+
+    return models.random_pair(
+        folder,
+        DeepseekV3Config(
+            **LATENT,
+            q_lora_rank=48,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=2,
+            topk_method="noaux_tc",
+        ),
+    )
+
+
+def deepseek_v2(folder: Path) -> Pair:
+    from transformers import DeepseekV2Config
+
+    return models.random_pair(
+        folder, DeepseekV2Config(**LATENT, q_lora_rank=None, first_k_dense_replace=3)
+    )
+
+
+@pytest.mark.usefixtures("triton_mla")
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [(deepseek_v3, 5), (deepseek_v2, 20)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_same_tokens_as_without_speculation(
+    kind: Callable[[Path], Pair], budget: int, tmp_path: Path
+) -> None:
+    pair = kind(tmp_path)
+    prompts = [[(7 * i * i + i) % models.VOCABULARY for i in range(n)] for n in (70, 3, 33, 16, 1)]
+    params = [
+        greedy(16, detokenize=False),
+        greedy(13, detokenize=False, temperature=1.0, seed=5),
+        greedy(14, detokenize=False, temperature=0.7, seed=6, top_k=12),
+        greedy(6, detokenize=False),
+        greedy(11, detokenize=False),
+    ]
+    expected = run_engine(pair.target, None, prompts, params, attention_backend="CPU_MLA", **ENGINE)
+    result = run_engine(
+        pair.target,
+        ddtree(pair, budget),
+        prompts,
+        params,
+        attention_backend="TRITON_MLA",
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=True,
+        **ENGINE,
+    )
+    assert result.token_ids == expected.token_ids
+    assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens

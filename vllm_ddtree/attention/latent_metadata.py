@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree-aware metadata builder of multi-head latent attention.
+
+vLLM splits such a batch: the requests in front, by length, are "decodes" and attend to the latent
+cache itself (`forward_mqa`), the others are prefills (model_executor/layers/attention/
+mla_attention.py). Model Runner V2 puts requests with drafts first (`sort_batch_req_ids`), so a
+threshold of a tree's rows makes decodes of all trees, of whatever length. It makes decodes of the
+short prefills behind them, too.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from vllm_ddtree.attention.latent import Tail
+from vllm_ddtree.attention.metadata import layer_runtime
+
+
+@functools.cache
+def latent_tree_builder(base: type) -> type:
+    """The tree-aware form of an MLA backend's metadata builder class.
+
+    Its metadata carry `tails`: the rows of trees and the other rows of the decodes, or None if
+    every decode is of one row, for which the backend's own kernel is there.
+    """
+
+    class LatentTreeMetadataBuilder(base):
+        # While vLLM's part is made: its own decode kernel gets single rows only, which is what
+        # workspaces must be reserved for.
+        query_len_support = QueryLenSupport.SINGLE_ONLY
+
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self.layer_names = layer_names
+            self.query_len_support = QueryLenSupport.VARLEN
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+            # A FULL graph is captured for tree rows only; mixed batches run their attention
+            # outside.
+            support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
+
+        def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+            return self.build(0, common_attn_metadata)
+
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            common = common_attn_metadata
+            runtime = layer_runtime(self)
+            step, rows = runtime.step, runtime.rows
+            self.reorder_batch_threshold = max(runtime.num_rows, step.max_verify_len)
+            metadata = super().build(common_prefix_len, common, fast_build)
+            metadata.tails = None
+            num_reqs = metadata.num_decodes
+            single = metadata.num_decode_tokens == num_reqs or common.max_query_len == 1
+            if num_reqs == 0 or (single and not step.max_verify_len):
+                return metadata
+            ends = common.query_start_loc[1 : num_reqs + 1]
+            tree_lens = rows.tail_lens[:num_reqs]
+            tails = []
+            if step.max_verify_len:
+                max_len = runtime.num_rows if step.has_plain_rows else int(common.max_query_len)
+                tails.append(
+                    Tail(ends, tree_lens, rows.prefix_lens[:num_reqs], max_len, rows.masks)
+                )
+            if step.has_plain_rows:
+                plain_ends = ends - tree_lens
+                lens = plain_ends - common.query_start_loc[:num_reqs]
+                prefix_lens = common.seq_lens[:num_reqs] - tree_lens - lens
+                max_len = min(int(common.max_query_len), self.reorder_batch_threshold)
+                tails.append(Tail(plain_ends, lens, prefix_lens, max_len, None))
+            metadata.tails = tails
+            return metadata
+
+    LatentTreeMetadataBuilder.__name__ = f"Tree{base.__name__}"
+    LatentTreeMetadataBuilder.__qualname__ = LatentTreeMetadataBuilder.__name__
+    return LatentTreeMetadataBuilder
