@@ -159,6 +159,7 @@ class DDTreeStateMixin:
             # A tree of one node is a chain.
             has_trees=most > 2 and not chains,
             max_verify_len=int(lens[num_logits > 1].max(initial=0)),
+            num_tree_rows=int(num_logits[num_logits > 1].sum()),
             as_chains=chains,
             has_plain_rows=plain,
             in_graph=for_capture,

@@ -24,6 +24,8 @@ class Step:
     """Whether any request verifies drafts that are no chain: the attention needs the tree."""
     max_verify_len: int = 0
     """Rows of the longest request that verifies drafts, rows before its tree included; 0: none."""
+    num_tree_rows: int = 0
+    """Rows of all trees."""
     as_chains: bool = False
     """Whether the trees of the batch were turned into chains."""
     has_plain_rows: bool = True

@@ -72,6 +72,7 @@ def step_of(requests: list[Request]) -> Step:
     return Step(
         has_trees=bool(verifying),
         max_verify_len=max(verifying, default=0),
+        num_tree_rows=sum(request.tail_len for request in requests),
         has_plain_rows=any(r.query_len != r.tail_len for r in requests),
     )
 
@@ -107,9 +108,19 @@ def build(batch: Batch, step: Step) -> Any:
         ([tree(20, 2), chunk(16, 9), chunk(40, 1), chunk(50, 60), chunk(0, 70)], 3),
         ([tree(20, 9, before=4), chunk(0, 40)], 1),
         ([chunk(3, 9), chunk(40, 1), chunk(0, 4), chunk(0, 11)], 3),
+        ([tree(20, 9), tree(33, 4), chunk(0, 40)], 2),
         ([chunk(0, 50)], 0),
     ],
-    ids=["uniform", "short trees", "mixed", "as long as a tree", "rows before", "no trees", "none"],
+    ids=[
+        "uniform",
+        "short trees",
+        "mixed",
+        "as long as a tree",
+        "rows before",
+        "no trees",
+        "long prefills",
+        "none",
+    ],
 )
 def test_decodes_attend_as_the_reference(requests: list[Request], decodes: int) -> None:
     """All trees, of any length, and the short requests behind them are vLLM's decodes; the order
@@ -125,6 +136,9 @@ def test_decodes_attend_as_the_reference(requests: list[Request], decodes: int) 
         return
     n = metadata.num_decode_tokens
     assert n == sum(request.query_len for request in requests[:decodes])
+    trees = any(request.tail_len for request in requests)
+    others = any(request.query_len > request.tail_len for request in requests[:decodes])
+    assert [tail.masks is not None for tail in metadata.tails] == [True] * trees + [False] * others
     impl: Any = TreeTritonMLAImpl.__new__(TreeTritonMLAImpl)
     impl.kv_lora_rank, impl.scale = RANK, batch.scale
     query, cache = batch.query[:n], batch.k_cache

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import Pair
 from tests.engine import models
-from tests.engine.harness import ddtree, greedy, run_engine
+from tests.engine.harness import ddtree, generate, greedy, open_engine, run_engine
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "skip_tokenizer_init": True}
 LATENT: dict[str, Any] = {
@@ -38,10 +38,10 @@ LATENT: dict[str, Any] = {
 
 
 @pytest.fixture
-def triton_mla(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_mla(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Lets the CPU platform take TRITON_MLA when asked to, with blocks of 32 and prompts in chunks
     (its own backend's limits, which it sets for every MLA target). Both engines get the mended
-    rotary embedding.
+    rotary embedding. The parameter: asynchronous scheduling, whose lengths on the host are bounds.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.platforms import current_platform
@@ -68,6 +68,7 @@ def triton_mla(monkeypatch: pytest.MonkeyPatch) -> None:
         if config.speculative_config is not None:  # the drafter's part of the configuration, too
             cache.block_size, cache.enable_prefix_caching = 32, caching
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
+            scheduler.async_scheduling = request.param
 
     monkeypatch.setattr(platform, "get_attn_backend_cls", classmethod(get_attn_backend_cls))
     monkeypatch.setattr(platform, "check_and_update_config", classmethod(check_and_update_config))
@@ -75,6 +76,7 @@ def triton_mla(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_native)
     # vLLM has no CPU form of the kernel that writes a latent cache.
     monkeypatch.setattr(TritonMLAImpl, "do_kv_cache_update", CPUMLAImpl.do_kv_cache_update)
+    return request.param
 
 
 def deepseek_v3(folder: Path) -> Pair:
@@ -108,14 +110,14 @@ def deepseek_v2(folder: Path) -> Pair:
     )
 
 
-@pytest.mark.usefixtures("triton_mla")
 @pytest.mark.parametrize(
-    ("kind", "budget"),
-    [(deepseek_v3, 5), (deepseek_v2, 20)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("kind", "budget", "triton_mla"),
+    [(deepseek_v3, 5, False), (deepseek_v2, 20, True)],
+    indirect=["triton_mla"],
+    ids=["deepseek_v3-5", "deepseek_v2-20-asynchronous"],
 )
 def test_same_tokens_as_without_speculation(
-    kind: Callable[[Path], Pair], budget: int, tmp_path: Path
+    kind: Callable[[Path], Pair], budget: int, triton_mla: bool, tmp_path: Path
 ) -> None:
     pair = kind(tmp_path)
     prompts = [[(7 * i * i + i) % models.VOCABULARY for i in range(n)] for n in (70, 3, 33, 16, 1)]
@@ -127,15 +129,15 @@ def test_same_tokens_as_without_speculation(
         greedy(11, detokenize=False),
     ]
     expected = run_engine(pair.target, None, prompts, params, attention_backend="CPU_MLA", **ENGINE)
-    result = run_engine(
+    with open_engine(
         pair.target,
         ddtree(pair, budget),
-        prompts,
-        params,
         attention_backend="TRITON_MLA",
         max_num_batched_tokens=64,
         enable_chunked_prefill=True,
         **ENGINE,
-    )
+    ) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling is triton_mla
+        result = generate(llm, prompts, params)
     assert result.token_ids == expected.token_ids
     assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens

@@ -70,7 +70,7 @@ def latent_tree_builder(base: type) -> type:
                 tails.append(
                     Tail(ends, tree_lens, rows.prefix_lens[:num_reqs], max_len, rows.masks)
                 )
-            if step.has_plain_rows:
+            if step.has_plain_rows and metadata.num_decode_tokens > step.num_tree_rows:
                 plain_ends = ends - tree_lens
                 lens = plain_ends - common.query_start_loc[:num_reqs]
                 prefix_lens = common.seq_lens[:num_reqs] - tree_lens - lens
