@@ -81,7 +81,7 @@ def measure(heads: int, budget: int, batch: int, context: int, layers: int) -> d
 
     # As vLLM's TritonMLAImpl chooses.
     splits = triton.next_power_of_2(max(1, (context + rows) // 512))
-    splits = min(splits, 2 * latent._num_sms(out.device))
+    splits = min(splits, 2 * latent.num_sms(out.device))
     logits = torch.empty(total, heads, splits, RANK + 1, dtype=torch.float32)
     lse = torch.empty(total, heads, dtype=torch.bfloat16)
     lens = (context + 1 + torch.arange(rows, dtype=torch.int32)).repeat(batch)

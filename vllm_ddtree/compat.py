@@ -240,6 +240,15 @@ def request_chunks(cu_num_logits: Any, max_logits: int) -> list[tuple[int, int]]
     return list(_iter_request_chunks(cu_num_logits, max_logits))
 
 
+def reserve_mla_workspace(
+    vllm_config: Any, max_rows: int, num_heads: int, kv_lora_rank: int
+) -> None:
+    """Reserve the scratch of vLLM's Triton MLA decode kernel for so many rows (vLLM 0.33)."""
+    from vllm.v1.attention.backends.mla import triton_mla
+
+    triton_mla._reserve_attn_logits_workspace(vllm_config, max_rows, num_heads, kv_lora_rank)
+
+
 def plans_ahead(builder: type) -> bool:
     """Whether a metadata builder plans its kernel's work (FlashAttention's scheduler metadata)."""
     return hasattr(builder, "_get_scheduler_metadata")

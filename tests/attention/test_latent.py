@@ -208,7 +208,7 @@ def test_segments(num_segments: int, block_m: int) -> None:
 
 def test_many_segments_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose multiprocessors a small batch leaves idle."""
-    monkeypatch.setattr(latent, "_num_sms", lambda device: 12)
+    monkeypatch.setattr(latent, "num_sms", lambda device: 12)
     batch = latent_batch([tree(150, 9), tree(70, 4)])
     tails = [tree_tail(batch, 9)]
     assert latent_segments(2, 36, 16, 12) == 2

@@ -18,6 +18,7 @@ from vllm_ddtree.testing import cpu, engine
 from vllm_ddtree.testing.engine import Counters, Prompt, Result, generate
 
 if TYPE_CHECKING:
+    import pytest
     from vllm import LLM, SamplingParams
 
     from tests.conftest import Pair
@@ -30,6 +31,7 @@ __all__ = [
     "dflash",
     "generate",
     "greedy",
+    "keep_async",
     "open_engine",
     "run_engine",
 ]
@@ -112,3 +114,16 @@ def run_engine(
     """All prompts at once through a new engine, with one SamplingParams or one a prompt."""
     with open_engine(target, spec, **llm_kwargs) as llm:
         return generate(llm, prompts, sampling_params)
+
+
+def keep_async(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asynchronous scheduling, which vLLM turns off on the CPU."""
+    from vllm.platforms import current_platform
+
+    check = current_platform.check_and_update_config
+
+    def keep(_: Any, vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(keep))

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import Pair
-from tests.engine.harness import PROMPTS, Result, ddtree, generate, greedy, open_engine, run_engine
+from tests.engine.harness import (
+    PROMPTS,
+    Result,
+    ddtree,
+    generate,
+    greedy,
+    keep_async,
+    open_engine,
+    run_engine,
+)
 
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 3}
 LONG = PROMPTS[5]  # 101 tokens of nano
@@ -79,15 +88,7 @@ def test_prefill_chunks_beside_trees_and_a_queue(
 
 def test_async_scheduling(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM turns it off on the CPU; with it on, the host knows only bounds of the lengths."""
-    from vllm.platforms import current_platform
-
-    check = current_platform.check_and_update_config
-
-    def keep_async(_: Any, vllm_config: Any) -> None:
-        check(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(keep_async))
+    keep_async(monkeypatch)
     params = [greedy(n, **more) for n, more in zip(MANY_TOKENS, MANY_PARAMS, strict=True)]
     with open_engine(
         nano_pair.target, ddtree(nano_pair, 12), max_num_seqs=5, max_num_batched_tokens=96, **BLOCKS

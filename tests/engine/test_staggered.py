@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Pair
-from tests.engine.harness import PROMPTS, greedy, open_engine
+from tests.engine.harness import PROMPTS, greedy, keep_async, open_engine
 from vllm_ddtree.budget import auto, cost
 from vllm_ddtree.budget.meter import Counts
 
@@ -60,19 +60,6 @@ def serve(llm: Any) -> list[list[int]]:
 def plain(pair: Pair) -> list[list[int]]:
     with open_engine(pair.target, None, block_size=32) as llm:
         return serve(llm)
-
-
-def keep_async(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asynchronous scheduling, which vLLM turns off on the CPU."""
-    from vllm.platforms import current_platform
-
-    check = current_platform.check_and_update_config
-
-    def keep(_: Any, vllm_config: Any) -> None:
-        check(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(keep))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix + tail over the cache of multi-head latent attention."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from vllm_ddtree.attention.latent_prefix import latent_prefix, latent_segments, tile_rows
 from vllm_ddtree.attention.latent_tail import latent_tail
+from vllm_ddtree.attention.prefix_pass import num_sms
 
 FORM = "Triton latent prefix + Triton latent tail"
 
@@ -26,14 +26,6 @@ class Tail:
     """Upper bound of lens."""
     masks: torch.Tensor | None
     """[max_num_tokens, W] int32 ancestor bitmask by row; None: causal."""
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 elsewhere."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def latent_attention(
@@ -57,7 +49,7 @@ def latent_attention(
     """
     num_reqs, packed = block_table.shape[0], tail.max_len * query.shape[1]
     block_m = tile_rows(packed, cache.shape[-1] * cache.element_size(), out.device)
-    segments = latent_segments(num_reqs, packed, block_m, _num_sms(out.device))
+    segments = latent_segments(num_reqs, packed, block_m, num_sms(out.device))
     # Inside a FULL graph these come from the graph's own pool.
     if segments == 1:
         prefix_out = out.unsqueeze(0)

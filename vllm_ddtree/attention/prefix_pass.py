@@ -14,7 +14,7 @@ FORM = "Triton prefix + Triton tail"
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 elsewhere."""
     if device.type != "cuda":
         return 1
@@ -39,7 +39,7 @@ def _num_segments(self: Any, num_reqs: int, tree: TreeMetadata, device: torch.de
         self.num_kv_heads,
         tree.max_tail,
         self.num_queries_per_kv,
-        _num_sms(device),
+        num_sms(device),
         most,
     )
 

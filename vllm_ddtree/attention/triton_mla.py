@@ -4,9 +4,9 @@
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
+from vllm_ddtree import compat
 from vllm_ddtree.attention.latent import FORM, latent_attention
 
 __all__ = ["FORM", "TreeTritonMLAImpl"]
@@ -20,7 +20,7 @@ class TreeTritonMLAImpl(TritonMLAImpl):
         config = self._vllm_config
         # vLLM's form counts a tree's rows a request, which never reach its kernel: with long
         # contexts that is more memory than there is.
-        triton_mla._reserve_attn_logits_workspace(
+        compat.reserve_mla_workspace(
             config, config.scheduler_config.max_num_seqs, self.num_heads, self.kv_lora_rank
         )
 
