@@ -145,7 +145,7 @@ def make_cases(
     states = [torch.randn(total, s.hidden, device=device, dtype=dtype) for _ in range(s.states)]
 
     meter = Meter(budget, torch.device(device))
-    uncounted = torch.zeros(batch, dtype=torch.int32, device=device)
+    no_chain = torch.zeros(batch, dtype=torch.int32, device=device)
     context = ContextRows(batch, min(depth, budget) + 1, torch.device(device))
     target_logits = torch.randn(total, s.vocab, device=device, dtype=dtype)
     row_slots = slots.repeat_interleave(num_rows)
@@ -155,7 +155,7 @@ def make_cases(
     merged_lse = torch.zeros(s.heads, total, device=device)
 
     def build() -> None:
-        build_trees(log_probs, ids, slots, trees, drafts, depth, meter.counts[0])
+        build_trees(log_probs, ids, slots, trees, drafts, depth, meter.probabilities)
 
     def sample() -> None:
         gumbel_sample(
@@ -203,8 +203,8 @@ def make_cases(
             path_rows,
             path_lens,
             rows.path,
-            uncounted,
-            meter.counts[1:],
+            no_chain,
+            meter.accepted(as_chains=False),
         )
 
     def tail() -> None:

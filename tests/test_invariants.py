@@ -40,7 +40,6 @@ class State:
             rows=RowBuffers(128, SLOTS, BUDGET, device),
             path_rows=torch.zeros(SLOTS, DEPTH + 1, dtype=torch.int32),
             path_lens=torch.zeros(SLOTS, dtype=torch.int32),
-            uncounted=torch.ones(SLOTS, dtype=torch.int32),
             meter=Meter(BUDGET, device),
         )
         torch.manual_seed(0)

@@ -75,6 +75,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager.capture",),
     "vllm.v1.worker.gpu.cudagraph_utils": (
         "CudaGraphManager._init_candidates",
+        "CudaGraphManager.run_fullgraph",
+        "ModelCudaGraphManager.capture",
         "build_dynamic_sd_schedule_lookup",
     ),
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler": (
@@ -384,6 +386,8 @@ def hook_runner(
     make_model_state: Callable[..., Any],
     core_ready: Callable[[Any], None],
     auto_tiers: Callable[[Any], list[int] | None],
+    captured: Callable[[Any, Any, Callable[[], None]], None],
+    before_step: Callable[[Any, Any], None],
 ) -> None:
     """Let Model Runner V2 build DDTree's speculator and model state.
 
@@ -394,9 +398,14 @@ def hook_runner(
         core_ready: called with an EngineCore that is about to serve.
         auto_tiers: for the schedule of `"budget": "auto"` every budget that it may choose, after a
             leading 0; None for other schedules.
+        captured: (graph manager of the target, model state, what captures again) -> None, called
+            after the target's graphs are captured.
+        before_step: (model state, SchedulerOutput) -> None.
 
     """
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     def engine_core_init(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -412,7 +421,28 @@ def hook_runner(
 
         return lookup
 
+    def capture_forms(original: Callable[..., None]) -> Callable[..., None]:
+        def capture(self: Any, model: Any, model_state: Any, *args: Any, **kwargs: Any) -> None:
+            def again() -> None:
+                original(self, model, model_state, *args, **kwargs)
+
+            again()
+            if is_ddtree(self.vllm_config.speculative_config):
+                captured(self, model_state, again)
+
+        return capture
+
+    def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_ddtree(self.vllm_config.speculative_config):
+                before_step(self.model_state, scheduler_output)
+            return original(self, scheduler_output, *args, **kwargs)
+
+        return execute
+
     _replace(EngineCore, "__init__", engine_core_init)
+    _replace(ModelCudaGraphManager, "capture", capture_forms)
+    _replace(GPUModelRunner, "execute_model", execute_model)
     # Only the graph manager's use: which decode lengths get graphs.
     _replace_in_module(
         "vllm.v1.worker.gpu.cudagraph_utils", (), "build_dynamic_sd_schedule_lookup", tiers

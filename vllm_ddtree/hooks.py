@@ -17,7 +17,15 @@ def install() -> None:
         compat.check()
     except compat.SeamError as error:
         raise ValueError(f"method 'ddtree' cannot be used: {error}") from error
-    compat.hook_runner(is_ddtree, _make_speculator, _make_model_state, _core_ready, _auto_tiers)
+    compat.hook_runner(
+        is_ddtree,
+        _make_speculator,
+        _make_model_state,
+        _core_ready,
+        _auto_tiers,
+        _captured,
+        _before_step,
+    )
 
 
 def is_ddtree(speculative_config: Any) -> bool:
@@ -48,3 +56,18 @@ def _auto_tiers(schedule: Any) -> list[int] | None:
     from vllm_ddtree.budget.auto import SCHEDULE, TIERS
 
     return [0, *TIERS] if [tuple(entry) for entry in schedule] == SCHEDULE else None
+
+
+def _captured(manager: Any, model_state: Any, capture_again: Any) -> None:
+    if manager.vllm_config.speculative_config.auto_budget and model_state.chains_allowed:
+        from vllm_ddtree.budget.auto import CHAINS
+        from vllm_ddtree.graphs.forms import capture_chains
+
+        rt = model_state.runtime
+        capture_chains(manager, rt, [n for n in CHAINS if n <= rt.depth], capture_again)
+
+
+def _before_step(model_state: Any, scheduler_output: Any) -> None:
+    from vllm_ddtree.graphs.forms import asks_for_chains
+
+    model_state.runtime.chains_asked = asks_for_chains(scheduler_output)

@@ -73,8 +73,9 @@ class DDTreeStateMixin:
         shards = vllm_config.parallel_config.tensor_parallel_size
         self._mixed_tree_tokens = MIXED_TREE_TOKENS * shards / size**2
         self._check = invariants.enabled()
-        if vllm_config.model_config.use_mla:
-            # Latent attention verifies chains by the same kernels as trees.
+        # Latent attention verifies chains by the same kernels as trees.
+        self.chains_allowed = not vllm_config.model_config.use_mla
+        if not self.chains_allowed:
             self._mixed_tree_tokens = 0
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
@@ -144,8 +145,9 @@ class DDTreeStateMixin:
         most = int(num_logits.max())
         plain = bool((num_logits != lens).any() or (num_logits == 1).any())
         mixed = plain and most > 1 and not for_capture
-        chains = mixed and batch.num_tokens < self._mixed_tree_tokens
-        if chains:
+        narrow = mixed and batch.num_tokens < self._mixed_tree_tokens
+        chains = narrow or (rt.chains_asked and not plain)
+        if chains and not for_capture:
             as_chains(
                 rt.trees,
                 batch.idx_mapping,

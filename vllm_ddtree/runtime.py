@@ -56,9 +56,9 @@ class Runtime:
     """[max_num_reqs, depth + 1] int32: tree row of each path element, root first."""
     path_lens: torch.Tensor
     """[max_num_reqs] int32: path elements, root included."""
-    uncounted: torch.Tensor
-    """[max_num_reqs] int32 ones: every tree a chain, for the meter."""
     meter: Meter
+    chains_asked: bool = False
+    """Whether the scheduler (or a capture) wants the step's trees verified as chains."""
     step: Step = field(default_factory=Step)
     attention_form: str = ""
     """How the target verifies, in words (start-up line)."""
@@ -91,7 +91,6 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
         rows=RowBuffers(max_num_tokens, max_num_reqs, spec.budget, device),
         path_rows=torch.zeros(max_num_reqs, spec.depth + 1, dtype=torch.int32, device=device),
         path_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
-        uncounted=torch.ones(max_num_reqs, dtype=torch.int32, device=device),
         meter=Meter(spec.budget, device),
     )
     key = id(vllm_config)

@@ -10,22 +10,28 @@ from vllm_ddtree.budget.meter import ONE, Counts
 
 
 class Rounds:
-    """A meter's counts under a drafter whose row i is claimed with `claim`, right with `truth`."""
+    """A meter's counts under a drafter whose row i is claimed with `claim`, right with `truth`.
 
-    def __init__(self, size: int, claim: list[float], truth: list[float]) -> None:
-        self.size, self.claim, self.truth = size, claim, truth
-        self.counts: Counts = [[0] * size for _ in range(3)]
+    The chain's row i is claimed and right with `spine` times that.
+    """
+
+    def __init__(
+        self, size: int, claim: list[float], truth: list[float], spine: float = 0.5
+    ) -> None:
+        self.size, self.claim, self.truth, self.spine = size, claim, truth, spine
+        self.counts: Counts = [[0] * size for _ in range(6)]
         self.random = random.Random(0)
 
-    def verify(self, budget: int, rounds: int) -> Counts:
+    def verify(self, budget: int, rounds: int, chain: bool = False) -> Counts:
+        verified, share = (3, self.spine) if chain else (0, 1.0)
         for _ in range(rounds):
-            self.counts[0][0] += ONE
-            self.counts[1][budget] += 1
-            self.counts[2][0] += 1
-            for row in range(1, self.size):
+            self.counts[verified + 1][budget] += 1
+            self.counts[verified + 2][0] += 1
+            for row in range(self.size):
                 self.counts[0][row] += int(self.claim[row] * ONE)
-                if row <= budget and self.random.random() < self.truth[row]:
-                    self.counts[2][row] += 1
+                self.counts[3][row] += int(self.claim[row] * (self.spine if row else 1.0) * ONE)
+                if 0 < row <= budget and self.random.random() < share * self.truth[row]:
+                    self.counts[verified + 2][row] += 1
         return [list(row) for row in self.counts]
 
 
@@ -59,6 +65,24 @@ def test_wrong_claims_are_corrected() -> None:
     assert acceptance.expected(15) == pytest.approx(15 * 0.25, rel=0.1)
     acceptance.update(rounds.verify(63, 3000))
     assert acceptance.expected(15) == pytest.approx(7 * 0.25 + 8 * 0.05, rel=0.1)
+
+
+def test_chains() -> None:
+    fresh = Acceptance()
+    assert 0.0 < fresh.expected(15, chain=True) < fresh.expected(15)
+    claim = [1.0] + [0.6] * 63
+    truth = [1.0] + [0.3] * 63
+    rounds = Rounds(64, claim, truth, spine=0.5)
+    acceptance = Acceptance()
+    acceptance.update(rounds.verify(63, 3000))
+    # Never verified: the chain's claims, as wrong as the trees' were.
+    assert acceptance.expected(7, chain=True) == pytest.approx(7 * 0.15, rel=0.08)
+    rounds.spine = 0.1
+    acceptance.update(rounds.verify(7, 6000, chain=True))
+    claimed = acceptance._sums[3][1] / acceptance._sums[3][0]
+    assert 0.06 < claimed < 0.3
+    assert acceptance.expected(7, chain=True) == pytest.approx(7 * 0.03, rel=0.15)
+    assert acceptance.expected(7) == pytest.approx(7 * 0.3, rel=0.08)
 
 
 def test_old_rounds_fade() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from tests.budget.test_acceptance import Rounds
+from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
 from vllm_ddtree.budget.cost import Costs, measurable
 from vllm_ddtree.budget.meter import read_meter
+from vllm_ddtree.graphs.forms import asks_for_chains
 
 
 def machine(knee: int) -> Costs:
@@ -105,7 +107,8 @@ def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
         for step in range(3000):
             if step % READ_EVERY == 0:
                 auto.refresh()
-                auto._tokens = {**dict.fromkeys(TIERS, 1.0), 31: tokens_31, 15: tokens_15}
+                auto._tokens = dict.fromkeys(auto._tokens, 1.0)
+                auto._tokens |= {(31, False): tokens_31, (15, False): tokens_15}
             budget = auto[32]
             costs.observe(budget, 32, costs.rounds[budget + 1, 32] + context_ms)
         return auto[32]
@@ -114,6 +117,43 @@ def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
     assert serve(20.0, 7.0, 4.0) == 31  # long contexts, good drafts
     assert serve(0.0, 7.0, 4.0) == 31  # short contexts
     assert serve(0.0, 3.3, 3.0) == 15  # modest drafts again: what 15 cost long ago has faded
+
+
+def test_a_chain_where_it_is_faster() -> None:
+    costs = machine(knee=160)
+    costs.chains = {shape: 0.9 * ms for shape, ms in costs.rounds.items() if shape[0] == 16}
+    auto = AutoBudget(costs, max_num_seqs=8, depth=15)
+    # A sure drafter: a wide tree accepts no more than a chain of its best tokens.
+    sure = [1.0] * 16 + [0.0] * 48
+    rounds = Rounds(64, sure, sure, spine=1.0)
+    auto.acceptance.update(rounds.verify(63, 3000))
+    auto.refresh()
+    assert auto.form(1) == (15, True) and auto[1] == 15
+    assert auto.ranges()[0] == (1, 8, "chain of 15")
+    # A drafter whose best token is right half the time: trees, however cheap the chain.
+    unsure = [1.0] + [0.5] * 31 + [0.0] * 32
+    rounds = Rounds(64, unsure, unsure, spine=0.2)
+    auto.acceptance = Acceptance(15)
+    auto.acceptance.update(rounds.verify(63, 3000))
+    auto.refresh()
+    assert not any(auto.form(n)[1] for n in range(1, 9))
+
+
+def test_no_chain_deeper_than_the_drafter() -> None:
+    costs = machine(knee=160)
+    costs.chains = {shape: 0.01 for shape in costs.rounds}
+    auto = AutoBudget(costs, max_num_seqs=8, depth=9)
+    assert {auto.form(n) for n in range(1, 9)} == {(7, True)}
+
+
+def test_chains_are_timed_apart() -> None:
+    costs = Costs({(16, 4): 6.0, (8, 4): 5.0}, chains={(16, 4): 5.0})
+    for _ in range(100):
+        costs.observe(15, 4, 8.0, chain=True)
+        costs.observe(7, 4, 5.5, chain=True)  # no such graph
+    chain, tree = costs.round_ms(15, 4, chain=True), costs.round_ms(15, 4)
+    assert chain == pytest.approx(8.0, rel=0.02) and costs.round_ms(7, 4, chain=True) is None
+    assert tree == pytest.approx(6.0 * 8.0 / 5.0, rel=0.02)  # the load is the same
 
 
 def test_drafting_is_tried_again() -> None:
@@ -150,6 +190,22 @@ def test_measured_rounds_fit_the_draft(max_num_seqs: int, tokens: int) -> None:
 def output(lengths: dict[str, int], drafts: int) -> Any:
     tokens = {name: [-1] * drafts for name in lengths} if drafts else {}
     return SimpleNamespace(num_scheduled_tokens=lengths, scheduled_spec_decode_tokens=tokens)
+
+
+def test_watch_marks_steps_of_chains() -> None:
+    costs = machine(knee=160)
+    costs.chains = {(16, n): 0.01 for n in (1, 2, 4, 8)}
+    watch = Watch(AutoBudget(costs, max_num_seqs=8, depth=15), Executor([]))
+    for lengths, chain in (
+        ({"a": 16, "b": 16}, True),
+        ({"a": 32, "b": 32}, False),  # drafted before the choice changed
+        ({"a": 16, "b": 100}, False),
+        ({"a": 1}, False),
+        ({}, False),
+    ):
+        step = output(lengths, 15)
+        watch.scheduled(step)
+        assert asks_for_chains(step) == chain
 
 
 class Executor:
@@ -201,7 +257,10 @@ def test_attach_passes_outputs_on() -> None:
         seen.append(given)
         return "outputs"
 
-    scheduler = SimpleNamespace(update_from_output=update, dynamic_sd_lookup=[0, 1])
+    step = output({"a": 64}, 63)
+    scheduler = SimpleNamespace(
+        schedule=lambda: step, update_from_output=update, dynamic_sd_lookup=[0, 1]
+    )
     core = SimpleNamespace(
         scheduler=scheduler,
         model_executor=Executor([]),
@@ -212,13 +271,13 @@ def test_attach_passes_outputs_on() -> None:
     )
     attach(core, machine(knee=160))
     assert isinstance(scheduler.dynamic_sd_lookup, AutoBudget)
-    step = output({"a": 64}, 63)
+    assert scheduler.schedule() is step
     assert scheduler.update_from_output(step, "model output") == "outputs"
     assert seen == [(step, "model output")]
 
 
 def test_attach_without_graphs_leaves_the_schedule() -> None:
-    scheduler = SimpleNamespace(update_from_output=None, dynamic_sd_lookup=[0, 31])
+    scheduler = SimpleNamespace(dynamic_sd_lookup=[0, 31])
     spec = SimpleNamespace(num_speculative_tokens_per_batch_size=[(1, 1, 31)])
     config = SimpleNamespace(speculative_config=spec)
     attach(SimpleNamespace(scheduler=scheduler, vllm_config=config), Costs())

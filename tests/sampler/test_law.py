@@ -195,7 +195,6 @@ class Bench:
             rows=RowBuffers(num_reqs * rows, num_reqs, law.budget, self.device),
             path_rows=torch.zeros(num_reqs, depth + 1, dtype=torch.int32, device=device),
             path_lens=torch.zeros(num_reqs, dtype=torch.int32, device=device),
-            uncounted=torch.ones(num_reqs, dtype=torch.int32, device=device),
             meter=Meter(law.budget, self.device),
         )
         self.runtime.trees.parents[:] = torch.tensor(law.parents, dtype=torch.int32)

@@ -52,7 +52,7 @@ def build_and_check(
         if slot >= 0:
             trees.chain[slot] = flag
     draft = torch.full((num_reqs, budget), -9, device=DEVICE)
-    shares = torch.zeros(budget + 1, dtype=torch.int64, device=DEVICE)
+    shares = torch.zeros(2, budget + 1, dtype=torch.int64, device=DEVICE)
     build_trees(
         torch.tensor(log_probs, device=DEVICE),
         torch.tensor(ids, device=DEVICE),
@@ -62,7 +62,7 @@ def build_and_check(
         depth_limit or num_depths,
         shares,
     )
-    expected_shares = np.zeros(budget + 1)
+    expected_shares = np.zeros((2, budget + 1))
     for r, slot in enumerate(slots):
         tokens = np.zeros(budget, np.int64)
         if slot >= 0:
@@ -72,9 +72,13 @@ def build_and_check(
             spine = ids[r, : depth_limit or num_depths, 0]
             np.testing.assert_array_equal(trees.spines[slot, : len(spine)].cpu().numpy(), spine)
             if not chain[r]:
-                expected_shares[: tree.num_nodes + 1] += np.exp(tree.scores.astype(float))
+                expected_shares[0, : tree.num_nodes + 1] += np.exp(tree.scores.astype(float))
+                best = log_probs[r, : depth_limit or num_depths, 0].astype(float)
+                chances = np.exp(np.cumsum([0.0, *np.where(best > -np.inf, best, -np.inf)]))
+                reach = min(len(chances), budget + 1)
+                expected_shares[1, :reach] += chances[:reach]
         np.testing.assert_array_equal(draft[r].cpu().numpy(), tokens)
-    # Path probabilities, in fixed point, of all trees but the spines.
+    # Path probabilities, in fixed point, of all trees but the spines; and of the trees' spines.
     np.testing.assert_allclose(shares.cpu().numpy() / ONE, expected_shares, atol=1e-4)
     return trees
 

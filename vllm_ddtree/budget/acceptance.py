@@ -4,7 +4,8 @@
 A best-first tree of n nodes is the first n nodes of every larger one, so one count by row serves
 all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summed. A row's chance
 is its mean path probability times a correction, observed over predicted acceptance, by ranges of
-rows. Ranges that no round has verified lately take the correction of the range before.
+rows. Ranges that no round has verified lately take the correction of the range before. A chain's
+rows are the depths of the most probable path; their first correction is that of the trees.
 """
 
 import itertools
@@ -16,6 +17,8 @@ RANGES = ((1, 1), (2, 3), (4, 5), (6, 7), (8, 11), (12, 15), (16, 23), (24, 31),
 """First and last row of each range with a correction of its own."""
 PRIOR = {0: 0.0, 1: 0.8, 3: 1.5, 7: 2.2, 15: 2.6, 31: 3.0, 63: 3.25, 255: 3.6}
 """Accepted nodes before anything is known: a middling drafter."""
+CHAIN_PRIOR = 0.85
+"""Accepted nodes of a chain over those of a tree with as many, before anything is known."""
 PRIOR_ROUNDS = 50
 """Rounds that count as much as what was known before them."""
 FADE = 0.97
@@ -63,26 +66,48 @@ class Acceptance:
             for rows in zip(self._sums, new, strict=True)
         ]
         self._trees = self._sums[0][0] / ONE
-        # Rounds that had a row: those with a tree of at least as many rows.
-        self._rounds = list(itertools.accumulate(reversed(self._sums[1])))[::-1]
 
-    def expected(self, budget: int) -> float:
-        """Accepted nodes a round, never more than the budget or the depth."""
+    def expected(self, budget: int, chain: bool = False) -> float:
+        """Accepted nodes a round of a tree, or of a chain, of `budget` nodes.
+
+        Never more than the budget or the depth.
+        """
         most = float(min(budget, self._depth))
+        before = prior(budget) * (CHAIN_PRIOR if chain else 1.0)
         if self._trees <= 0.0:
-            return min(most, prior(budget))
-        total, correction = 0.0, 1.0
-        for first, last in RANGES:
-            rows = range(first, min(last + 1, len(self._rounds)))
-            chances = [self._sums[0][row] / self._sums[0][0] for row in rows]
-            mean = sum(chances)
-            predicted = sum(self._rounds[row] * q for row, q in zip(rows, chances, strict=True))
-            seen = sum(self._sums[2][row] for row in rows)
-            if mean > 0.0:
-                known = PRIOR_ROUNDS * mean
-                correction = (seen + correction * known) / (predicted + known)
-            total += correction * sum(chances[: max(0, budget + 1 - first)])
-            if last >= budget:
-                break
+            return min(most, before)
+        total, claimed = _corrected(self._sums[:3], budget, 1.0)
+        if chain and claimed > 0.0:
+            total, _ = _corrected(self._sums[3:], budget, total / claimed)
         weight = self._trees / (self._trees + PRIOR_ROUNDS)
-        return min(most, weight * total + (1.0 - weight) * prior(budget))
+        return min(most, weight * total + (1.0 - weight) * before)
+
+
+def _corrected(sums: list[list[float]], budget: int, correction: float) -> tuple[float, float]:
+    """Accepted nodes of `budget`: after correction, and by the path probabilities alone.
+
+    Args:
+        sums: probability, rounds, accepted, by row (budget/meter.py).
+        budget: nodes.
+        correction: of what has not been verified.
+
+    """
+    probability, _, accepted = sums
+    # Rounds that had a row: those with a tree of at least as many rows.
+    rounds = list(itertools.accumulate(reversed(sums[1])))[::-1]
+    total, claimed = 0.0, 0.0
+    for first, last in RANGES:
+        rows = range(first, min(last + 1, len(rounds)))
+        chances = [probability[row] / probability[0] for row in rows]
+        mean = sum(chances)
+        predicted = sum(rounds[row] * q for row, q in zip(rows, chances, strict=True))
+        seen = sum(accepted[row] for row in rows)
+        if mean > 0.0:
+            known = PRIOR_ROUNDS * mean
+            correction = (seen + correction * known) / (predicted + known)
+        used = sum(chances[: max(0, budget + 1 - first)])
+        total += correction * used
+        claimed += used
+        if last >= budget:
+            break
+    return total, claimed

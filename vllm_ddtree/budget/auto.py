@@ -15,11 +15,15 @@ from vllm.logger import init_logger
 from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.cost import Costs
 from vllm_ddtree.budget.meter import Counts, read_meter
+from vllm_ddtree.graphs.forms import ask_for_chains, asks_for_chains
 
 logger = init_logger("vllm.ddtree")
 
 TIERS = (63, 31, 23, 15, 11, 7, 5, 3, 1, 0)
 """Budgets to choose from; vLLM captures graphs for each."""
+CHAINS = (15, 7)
+"""Budgets that may also be verified as chains, the drafter's best token at each depth, by the
+backend's own causal attention."""
 SCHEDULE = [(1, 2, 63), (3, 8, 31), (9, 16, 15), (17, 64, 7), (65, 128, 3), (129, 4096, 0)]
 """(first, last running request, budget) until the machine has been measured."""
 READ_EVERY = 32
@@ -32,6 +36,10 @@ MARGIN = 1.02
 it."""
 SAY_EVERY = 60.0
 """Seconds between two log lines about the schedule."""
+
+
+Form = tuple[int, bool]
+"""(nodes, whether they are verified as a chain)."""
 
 
 class AutoBudget:
@@ -48,15 +56,21 @@ class AutoBudget:
         self.costs = costs
         self.acceptance = Acceptance(depth)
         self._size = max_num_seqs + 1
-        self._chosen: dict[int, int] = {}
+        self._forms: list[Form] = [(budget, False) for budget in TIERS]
+        self._forms += [(budget, True) for budget in CHAINS if budget <= depth]
+        self._chosen: dict[int, Form] = {}
         self._fresh: set[int] = set()
-        self._tokens: dict[int, float] = {}
+        self._tokens: dict[Form, float] = {}
         self.refresh()
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, num_reqs: int) -> int:
+        return self.form(num_reqs)[0]
+
+    def form(self, num_reqs: int) -> Form:
+        """The best budget and form at `num_reqs` running requests."""
         if num_reqs not in self._fresh:
             self._chosen[num_reqs] = self._best(num_reqs)
             self._fresh.add(num_reqs)
@@ -64,34 +78,34 @@ class AutoBudget:
 
     def refresh(self) -> None:
         """Choose anew for every number of running requests, each when it is asked for."""
-        self._tokens = {budget: 1 + self.acceptance.expected(budget) for budget in TIERS}
+        self._tokens = {form: 1 + self.acceptance.expected(*form) for form in self._forms}
         self._fresh.clear()
 
-    def _best(self, num_reqs: int) -> int:
+    def _best(self, num_reqs: int) -> Form:
         """Most expected tokens a millisecond; what was chosen before, if that is as good."""
         if num_reqs == 0:
-            return 0
+            return 0, False
         rates = {}
-        for budget in TIERS:
-            ms = self.costs.round_ms(budget, num_reqs)
+        for budget, chain in self._forms:
+            ms = self.costs.round_ms(budget, num_reqs, chain)
             if ms is not None:
-                rates[budget] = self._tokens[budget] / ms
+                rates[budget, chain] = self._tokens[budget, chain] / ms
         if not rates:
             # Beyond every graph the widest batch with one is the guide.
-            return self[max(n for _, n in self.costs.rounds)]
-        best = max(rates, key=lambda budget: rates[budget])
+            return self.form(max(n for _, n in self.costs.rounds))
+        best = max(rates, key=lambda form: rates[form])
         present = self._chosen.get(num_reqs)
         if present in rates and rates[best] < MARGIN * rates[present]:
             return present
         return best
 
-    def ranges(self) -> list[tuple[int, int, int]]:
-        """(first, last, budget), as `budget_per_batch_size` has it."""
-        found: list[tuple[int, int, int]] = []
-        numbers = range(1, self._size)
-        for budget, group in itertools.groupby(numbers, key=lambda n: self[n]):
+    def ranges(self) -> list[tuple[int, int, int | str]]:
+        """(first, last, budget), as `budget_per_batch_size` has it; "chain of n" for chains."""
+        found: list[tuple[int, int, int | str]] = []
+        for form, group in itertools.groupby(range(1, self._size), key=self.form):
             members = list(group)
-            found.append((members[0], members[-1], budget))
+            budget, chain = form
+            found.append((members[0], members[-1], f"chain of {budget}" if chain else budget))
         return found
 
 
@@ -112,6 +126,15 @@ class Watch:
         self._answer: Future[list[Counts]] | None = None
         self._said = (0.0, auto.ranges())
 
+    def scheduled(self, scheduler_output: Any) -> None:
+        """A step is about to run: is it one of trees or one of chains?"""
+        lengths = scheduler_output.num_scheduled_tokens
+        if len(lengths) > 0:
+            rows, chain = max(lengths.values()), False
+            if rows == min(lengths.values()):
+                chain = self.auto.form(len(lengths)) == (rows - 1, True)
+            ask_for_chains(scheduler_output, chain)
+
     def step(self, scheduler_output: Any, now: float) -> None:
         """A step's output has come, at `now` seconds.
 
@@ -124,7 +147,9 @@ class Watch:
             drafts = scheduler_output.scheduled_spec_decode_tokens
             uniform = min(lengths.values()) == rows and (rows == 1 or len(drafts) == len(lengths))
             if uniform and self._last:
-                self.auto.costs.observe(rows - 1, len(lengths), 1e3 * (now - self._last))
+                ms = 1e3 * (now - self._last)
+                chain = asks_for_chains(scheduler_output)
+                self.auto.costs.observe(rows - 1, len(lengths), ms, chain)
         self._last = now if lengths else 0.0
         self._steps += 1
         if self._steps % READ_EVERY == 0:
@@ -165,16 +190,23 @@ def attach(engine_core: Any, costs: Costs) -> None:
         return
     auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.depth)
     watch = Watch(auto, engine_core.model_executor)
-    update = scheduler.update_from_output
+    schedule, update = scheduler.schedule, scheduler.update_from_output
+
+    def schedule_forms(*args: Any, **kwargs: Any) -> Any:
+        scheduler_output = schedule(*args, **kwargs)
+        watch.scheduled(scheduler_output)
+        return scheduler_output
 
     def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
         watch.step(scheduler_output, time.perf_counter())
         return update(scheduler_output, model_runner_output)
 
+    scheduler.schedule = schedule_forms
     scheduler.update_from_output = update_from_output
     scheduler.dynamic_sd_lookup = auto
     for num_reqs in (1, 8, 32, 128):
-        times = ((budget, costs.round_ms(budget, num_reqs)) for budget in reversed(TIERS))
+        times = [(str(budget), costs.round_ms(budget, num_reqs)) for budget in reversed(TIERS)]
+        times += [(f"chain of {n}", costs.round_ms(n, num_reqs, chain=True)) for n in CHAINS]
         words = ", ".join(f"{budget} {ms:.2f}" for budget, ms in times if ms is not None)
         logger.info("ddtree: %d requests, ms a round by budget: %s", num_reqs, words or "no graph")
     logger.info("ddtree: budget=auto starts with %s (first, last request, nodes)", auto.ranges())

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from vllm_ddtree.graphs.forms import ask_for_chains
+
 WARM_UP = 2
 REPEATS = 5
 START_WEIGHT = 8
@@ -37,7 +39,9 @@ class Costs:
 
     rounds: dict[Shape, float] = field(default_factory=dict)
     """Target forward, logits and draft (no draft for one row), as measured at start."""
-    _observed: dict[Shape, tuple[int, float, int]] = field(default_factory=dict)
+    chains: dict[Shape, float] = field(default_factory=dict)
+    """The same of rounds that verify chains, where there are graphs for them."""
+    _observed: dict[tuple[Shape, bool], tuple[int, float, int]] = field(default_factory=dict)
     """Rounds seen, their mean time over the measured one, and when the last one was."""
     _near: dict[int, float] = field(default_factory=dict)
     """The latest such mean, by the power of two above the shape's tokens."""
@@ -56,28 +60,33 @@ class Costs:
         index = bisect.bisect_left(widths, num_reqs)
         return (budget + 1, widths[index]) if index < len(widths) else None
 
-    def round_ms(self, budget: int, num_reqs: int) -> float | None:
+    def round_ms(self, budget: int, num_reqs: int, chain: bool = False) -> float | None:
         """A round of `num_reqs` requests with `budget` nodes each; None if no graph serves it."""
         shape = self.shape(budget, num_reqs)
-        return self.rounds[shape] * self._correction(shape) if shape else None
+        ms = self._measured(shape, chain)
+        return None if shape is None or ms is None else ms * self._correction(shape, chain)
 
-    def observe(self, budget: int, num_reqs: int, ms: float) -> None:
+    def _measured(self, shape: Shape | None, chain: bool) -> float | None:
+        return None if shape is None else (self.chains if chain else self.rounds).get(shape)
+
+    def observe(self, budget: int, num_reqs: int, ms: float, chain: bool = False) -> None:
         """A round took `ms`. What cannot be a round's time (a pause, a burst) is not counted."""
         shape = self.shape(budget, num_reqs)
-        if shape is None or not 0.5 < ms / self.rounds[shape] < 4.0:
+        measured = self._measured(shape, chain)
+        if shape is None or measured is None or not 0.5 < ms / measured < 4.0:
             return
-        count, mean, _ = self._observed.get(shape, (0, 1.0, 0))
+        count, mean, _ = self._observed.get((shape, chain), (0, 1.0, 0))
         count += 1
         weight = min(count + START_WEIGHT, WINDOW)
-        mean += (ms / self.rounds[shape] - mean) / weight
+        mean += (ms / measured - mean) / weight
         self._clock += 1
-        self._observed[shape] = count, mean, self._clock
+        self._observed[shape, chain] = count, mean, self._clock
         self._near[_size(shape)] = self._latest = mean
 
-    def _correction(self, shape: Shape) -> float:
+    def _correction(self, shape: Shape, chain: bool) -> float:
         """Observed over measured time, of this shape or else of one of about as many tokens."""
-        if shape in self._observed:
-            _, mean, last = self._observed[shape]
+        if (shape, chain) in self._observed:
+            _, mean, last = self._observed[shape, chain]
             weight = math.exp((last - self._clock) / MEMORY)
             return weight * mean + (1.0 - weight) * self._latest
         size = _size(shape)
@@ -91,13 +100,14 @@ def _size(shape: Shape) -> int:
     return (shape[0] * shape[1] - 1).bit_length()
 
 
-def _round(runner: Any, rows: int, num_reqs: int) -> None:
+def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
     """One dummy round: no request, no live cache block, no live tree."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {f"_ddtree_{i}": rows for i in range(num_reqs)}
     output.total_num_scheduled_tokens = rows * num_reqs
+    ask_for_chains(output, chain)
     runner.execute_model(output, dummy_run=True)
     state, runner.execute_model_state = runner.execute_model_state, None
     batch = state.input_batch
@@ -150,6 +160,19 @@ def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:
     return sorted(fitting, key=lambda shape: (shape[0] * shape[1], shape))
 
 
+def _time(runner: Any, rows: int, num_reqs: int, chain: bool) -> float:
+    """Milliseconds of a dummy round."""
+    for _ in range(WARM_UP):
+        _round(runner, rows, num_reqs, chain)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    events[0].record()
+    for i in range(REPEATS):
+        _round(runner, rows, num_reqs, chain)
+        events[i + 1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
 @torch.inference_mode()
 def measure(worker: Any) -> Costs:
     """Time a round of every shape that a worker has a FULL graph for. Before the first request.
@@ -169,18 +192,15 @@ def measure(worker: Any) -> Costs:
         ),
         runner.scheduler_config.max_num_batched_tokens // runner.speculator.num_query_per_req,
     )
+    chains = {
+        (desc.num_tokens // desc.num_reqs, desc.num_reqs)
+        for desc in getattr(manager.graphs, "chains", {})
+    }
     with _random_tokens(runner):
-        for rows, num_reqs in shapes:
-            for _ in range(WARM_UP):
-                _round(runner, rows, num_reqs)
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-            events[0].record()
-            for i in range(REPEATS):
-                _round(runner, rows, num_reqs)
-                events[i + 1].record()
-            torch.cuda.synchronize()
-            times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-            costs.rounds[rows, num_reqs] = statistics.median(times)
+        for shape in shapes:
+            costs.rounds[shape] = _time(runner, *shape, chain=False)
+            if shape in chains:
+                costs.chains[shape] = _time(runner, *shape, chain=True)
     # Dummy rounds name request slots: leave no tree in them, and no counts.
     runtime = runner.model_state.runtime
     runtime.trees.parents.fill_(-1)

@@ -15,24 +15,37 @@ COPY_EVERY = 8
 """Rounds between two copies to the host."""
 
 Counts = list[list[int]]
-"""`Meter.counts` as numbers: [probability, rounds, accepted], each by row."""
+"""`Meter.counts` as numbers, by row: probability, rounds, accepted; the same of chains."""
 
 
 class Meter:
     """Counts since the engine's start, by tree row (N = budget + 1; row 0 is the root).
 
-    counts: int64 [3, N] on the device:
+    counts: int64 [6, N] on the device:
         [0, i]  sum over built trees of the path probability of row i, times 2^20 ([0, 0] / 2^20 is
                 the number of trees)
         [1, i]  verified rounds of a request whose tree had i + 1 rows
         [2, i]  of these rounds, those that accepted row i
+        [3, i] to [5, i]  the same of chains: row i is the most probable token of depth i
     """
 
     def __init__(self, budget: int, device: torch.device) -> None:
-        self.counts = torch.zeros(3, budget + 1, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(6, budget + 1, dtype=torch.int64, device=device)
         pinned = self.counts.device.type == "cuda"
-        self._mirror = torch.zeros(3, budget + 1, dtype=torch.int64, pin_memory=pinned)
+        # The CPU named: vLLM builds models with the GPU as default device.
+        self._mirror = torch.zeros(
+            6, budget + 1, dtype=torch.int64, device="cpu", pin_memory=pinned
+        )
         self._rounds = 0
+
+    @property
+    def probabilities(self) -> torch.Tensor:
+        """[2, N] view, what the builder adds to: trees, chains."""
+        return self.counts[::3]
+
+    def accepted(self, as_chains: bool) -> torch.Tensor:
+        """[2, N] view, what the walk adds to: rounds, accepted rows."""
+        return self.counts[4:] if as_chains else self.counts[1:3]
 
     def publish(self) -> None:
         """Called once a round: now and then copies the counts to where `read` finds them."""

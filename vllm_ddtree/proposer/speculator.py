@@ -148,7 +148,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.trees,
             self.tree_tokens[:num_reqs],
             rt.depth,
-            rt.meter.counts[0],
+            rt.meter.probabilities,
         )
 
     def _store_hidden_states(

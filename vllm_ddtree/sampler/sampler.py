@@ -142,8 +142,8 @@ class TreeRejectionSampler(RejectionSampler):
             runtime.path_rows[start:end],
             runtime.path_lens[start:end],
             runtime.rows.path,
-            runtime.uncounted if runtime.step.as_chains else runtime.trees.chain,
-            runtime.meter.counts[1:],
+            runtime.trees.chain,
+            runtime.meter.accepted(runtime.step.as_chains),
         )
         if logprobs_dims is None:
             return None

@@ -41,8 +41,9 @@ def build_trees(
     draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and where
                   the slot is -1
     depth_limit:  deepest node, 1..D
-    probabilities: int64 [N], in/out: 2^20 times the path probability of each row is added, for
-                  every tree that is not a spine (budget/meter.py)
+    probabilities: int64 [2, N], in/out: 2^20 times the path probability of each row of the tree, and
+                  of each depth of its spine, is added, unless the request asks for a spine
+                  (budget/meter.py)
 
     Reads and writes only device memory and allocates nothing, so it can be captured in a graph.
     Slots other than -1 must differ. Raises ValueError when a shape, dtype or limit does not fit.
@@ -70,6 +71,7 @@ def build_trees(
         trees.intervals,
         trees.spines,
         probabilities,
+        0 if probabilities is None else probabilities.stride(0),
         NUM_ROWS=trees.num_rows,
         BLOCK=max(32, triton.next_power_of_2(trees.num_rows)),
         NUM_WORDS=trees.num_words,
@@ -151,7 +153,8 @@ def _build_trees_kernel(
     chain_ptr,  # int32 [S]
     intervals_ptr,  # int32 [S, 2, N]
     spines_ptr,  # int32 [S, 31]
-    probabilities_ptr,  # int64 [N] or None
+    probabilities_ptr,  # int64 [2, N] or None
+    probabilities_stride,
     NUM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_WORDS: tl.constexpr,
@@ -243,6 +246,20 @@ def _build_trees_kernel(
         share = (tl.exp(cumulative) * 1048576.0).to(tl.int64)
         share = tl.where(valid & siblings, share, 0)
         tl.atomic_add(probabilities_ptr + row, share, mask=row < NUM_ROWS, sem="relaxed")
+        best = tl.load(
+            log_probs_ptr + (level - 1).to(tl.int64) * stride_d,
+            mask=(level > 0) & (level <= DEPTH_LIMIT),
+            other=0.0,
+        )
+        best = tl.where(best > float("-inf"), best, float("-inf"))  # NaN goes too
+        share = (tl.exp(tl.cumsum(best, axis=0)) * 1048576.0).to(tl.int64)
+        share = tl.where((level <= DEPTH_LIMIT) & siblings, share, 0)
+        tl.atomic_add(
+            probabilities_ptr + probabilities_stride + level,
+            share,
+            mask=level < NUM_ROWS,
+            sem="relaxed",
+        )
     depth = (won >> DEPTH_AT) & 31
     token = tl.load(
         token_ids_ptr

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verify graphs in a second form: chains, by the attention backend's own causal attention.
+
+A graph has its attention captured in it, so a batch that may be verified as trees and as chains has
+a graph for each. The scheduler says with each step which form it wants.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm_ddtree.runtime import Runtime
+
+_ASKED = "ddtree_chains"
+
+
+def ask_for_chains(scheduler_output: Any, chain: bool) -> None:
+    """Mark a step, whose requests all verify trees of the same size, to be verified as chains."""
+    setattr(scheduler_output, _ASKED, chain)
+
+
+def asks_for_chains(scheduler_output: Any) -> bool:
+    """Whether a step is marked so."""
+    return getattr(scheduler_output, _ASKED, False)
+
+
+class GraphsByForm(dict[Any, Any]):
+    """vLLM's graphs by descriptor (`CudaGraphManager.graphs`), and the chains' beside them.
+
+    Args:
+        trees: the graphs of trees and of everything else.
+        chains: graphs of some of the same descriptors.
+        runtime: whose step in progress says which is replayed.
+
+    """
+
+    def __init__(self, trees: dict[Any, Any], chains: dict[Any, Any], runtime: Runtime) -> None:
+        super().__init__(trees)
+        self.chains = chains
+        self._runtime = runtime
+
+    def __getitem__(self, desc: Any) -> Any:
+        if self._runtime.step.as_chains:
+            return self.chains[desc]
+        return super().__getitem__(desc)
+
+
+def capture_chains(
+    manager: Any, runtime: Runtime, budgets: Iterable[int], capture: Callable[[], None]
+) -> None:
+    """Capture the verify graphs of some budgets once more, as chains.
+
+    Args:
+        manager: vLLM's CudaGraphManager of the target, its graphs captured.
+        runtime: of the engine.
+        budgets: nodes of the chains.
+        capture: captures every graph that the manager describes.
+
+    """
+    from vllm.config.compilation import CUDAGraphMode
+
+    rows = {budget + 1 for budget in budgets}
+    described = manager._capture_descs
+    full = described.get(CUDAGraphMode.FULL, [])
+    wanted = [desc for desc in full if desc.uniform_token_count in rows]
+    if not wanted:
+        return
+    if getattr(manager, "_max_full_descs_to_capture", None) is not None:
+        # vLLM measures a few graphs and multiplies by their number; the manager is thrown away.
+        full.extend(wanted)
+        return
+    trees, manager.graphs = manager.graphs, {}
+    manager._capture_descs = {CUDAGraphMode.FULL: wanted}
+    runtime.chains_asked = True
+    try:
+        capture()
+        manager.graphs = GraphsByForm(trees, manager.graphs, runtime)
+    finally:
+        manager._capture_descs = described
+        runtime.chains_asked = False
