@@ -204,6 +204,7 @@ def make_cases(
             path_lens,
             rows.path,
             no_chain,
+            trees.claims[:, 0],
             meter.accepted(as_chains=False),
         )
 

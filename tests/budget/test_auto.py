@@ -239,6 +239,21 @@ def test_watch_times_rounds_and_reads_the_meter() -> None:
     assert corrected is not None and 1.5 * measured < corrected < 2 * measured
 
 
+def test_watch_counts_steady_steps_only() -> None:
+    """Around a step with another number of requests outputs come in bunches."""
+    auto = AutoBudget(machine(knee=160), max_num_seqs=8)
+    watch = Watch(auto, Executor([[0] * 64] * 6))
+    measured = auto.costs.round_ms(15, 2)
+    assert measured is not None
+    now = 1.0
+    for _ in range(10):
+        for lengths, ms in (("ab", 2.5), ("ab", 0.6), ("ab", 1.2), ("ab", 1.2), ("a", 1.0)):
+            now += 1e-3 * ms * measured
+            watch.step(output(dict.fromkeys(lengths, 16), 15), now)
+    assert auto.costs.round_ms(15, 2) == pytest.approx(1.2 * measured, rel=0.05)
+    assert auto.costs._observed.keys() == {((16, 2), False)}
+
+
 def test_watch_leaves_mixed_steps_and_pauses_out() -> None:
     auto = AutoBudget(machine(knee=160), max_num_seqs=8)
     watch = Watch(auto, Executor([]))

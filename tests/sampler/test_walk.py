@@ -71,6 +71,9 @@ def run_walk(
     )
     spines = torch.zeros(2 * num_reqs + 2, dtype=torch.int32, device=device)
     spines[slots[0]] = 1  # left out of the counts
+    claims = torch.randint(
+        1 << 20, (2 * num_reqs + 2, budget + 1), dtype=torch.int32, device=device
+    )
     walk(
         put(np.concatenate(choices), torch.int64),
         put(np.concatenate(drafts), torch.int64),
@@ -84,19 +87,21 @@ def run_walk(
         out.path_lens,
         out.path,
         spines,
+        claims,
         out.counts,
     )
-    check_counts(out, budget)
+    check_counts(out, claims.cpu()[slots])
     return out
 
 
-def check_counts(out: Walked, budget: int) -> None:
-    """Rounds by rows and accepted rows, of the trees with two rows or more but the first."""
-    expected = torch.zeros(2, budget + 1, dtype=torch.int64)
+def check_counts(out: Walked, claims: torch.Tensor) -> None:
+    """What verified rows claim, and accepted rows, of the trees with two rows or more but the
+    first."""
+    expected = torch.zeros(2, claims.shape[1], dtype=torch.int64)
     for i in range(1, len(out.sampled)):
         num_rows = int(out.cu_num_logits[i + 1] - out.cu_num_logits[i])
         if num_rows > 1:
-            expected[0, num_rows - 1] += 1
+            expected[0, :num_rows] += claims[i, :num_rows]
             expected[1, out.path_rows[i, : out.path_lens[i]].long().cpu()] += 1
     assert torch.equal(out.counts.cpu(), expected)
 

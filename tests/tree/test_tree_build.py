@@ -71,12 +71,13 @@ def build_and_check(
             tokens[: tree.num_nodes] = tree.tokens[1:]
             spine = ids[r, : depth_limit or num_depths, 0]
             np.testing.assert_array_equal(trees.spines[slot, : len(spine)].cpu().numpy(), spine)
-            if not chain[r]:
-                expected_shares[0, : tree.num_nodes + 1] += np.exp(tree.scores.astype(float))
-                best = log_probs[r, : depth_limit or num_depths, 0].astype(float)
-                chances = np.exp(np.cumsum([0.0, *np.where(best > -np.inf, best, -np.inf)]))
-                reach = min(len(chances), budget + 1)
-                expected_shares[1, :reach] += chances[:reach]
+            claims = np.zeros((2, budget + 1))
+            claims[0, : tree.num_nodes + 1] = np.exp(tree.scores.astype(float))
+            best = log_probs[r, : depth_limit or num_depths, 0].astype(float)
+            chances = np.exp(np.cumsum([0.0, *np.where(best > -np.inf, best, -np.inf)]))
+            claims[1, : len(chances)] = chances[: budget + 1]
+            np.testing.assert_allclose(trees.claims[slot].cpu() / ONE, claims, atol=1e-5)
+            expected_shares += 0 if chain[r] else claims
         np.testing.assert_array_equal(draft[r].cpu().numpy(), tokens)
     # Path probabilities, in fixed point, of all trees but the spines; and of the trees' spines.
     np.testing.assert_allclose(shares.cpu().numpy() / ONE, expected_shares, atol=1e-4)

@@ -4,7 +4,7 @@
 A best-first tree of n nodes is the first n nodes of every larger one, so one count by row serves
 all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summed. A row's chance
 is its mean path probability times a correction, observed over predicted acceptance, by ranges of
-rows. Ranges that no round has verified lately take the correction of the range before. A chain's
+rows, in the rounds that verified them. Ranges that no round has verified lately take the correction of the range before. A chain's
 rows are the depths of the most probable path; their first correction is that of the trees.
 """
 
@@ -78,7 +78,8 @@ class Acceptance:
             return min(most, before)
         total, claimed = _corrected(self._sums[:3], budget, 1.0)
         if chain and claimed > 0.0:
-            total, _ = _corrected(self._sums[3:], budget, total / claimed)
+            # No chain is better than the best tree of as many nodes.
+            total = min(total, _corrected(self._sums[3:], budget, total / claimed)[0])
         weight = self._trees / (self._trees + PRIOR_ROUNDS)
         return min(most, weight * total + (1.0 - weight) * before)
 
@@ -87,20 +88,18 @@ def _corrected(sums: list[list[float]], budget: int, correction: float) -> tuple
     """Accepted nodes of `budget`: after correction, and by the path probabilities alone.
 
     Args:
-        sums: probability, rounds, accepted, by row (budget/meter.py).
+        sums: probability built, probability verified, accepted, by row (budget/meter.py).
         budget: nodes.
         correction: of what has not been verified.
 
     """
-    probability, _, accepted = sums
-    # Rounds that had a row: those with a tree of at least as many rows.
-    rounds = list(itertools.accumulate(reversed(sums[1])))[::-1]
+    probability, verified, accepted = sums
     total, claimed = 0.0, 0.0
     for first, last in RANGES:
-        rows = range(first, min(last + 1, len(rounds)))
+        rows = range(first, min(last + 1, len(accepted)))
         chances = [probability[row] / probability[0] for row in rows]
         mean = sum(chances)
-        predicted = sum(rounds[row] * q for row, q in zip(rows, chances, strict=True))
+        predicted = sum(verified[row] for row in rows) / ONE
         seen = sum(accepted[row] for row in rows)
         if mean > 0.0:
             known = PRIOR_ROUNDS * mean

@@ -31,6 +31,9 @@ READ_EVERY = 32
 READ_AFTER = 4
 """Steps until an answer is taken: by then every call before it has been answered, so that taking
 it waits for nothing."""
+STEADY = 2
+"""Like steps before one whose time counts. Where requests come and go the host's work shows, and
+outputs come in bunches."""
 MARGIN = 1.02
 """A budget gives way only to one that is better by this factor, so that noise does not switch
 it."""
@@ -123,6 +126,8 @@ class Watch:
         self._executor = executor
         self._steps = 0
         self._last = 0.0
+        self._like: tuple[int, int, bool] | None = None
+        self._run = 0
         self._answer: Future[list[Counts]] | None = None
         self._said = (0.0, auto.ranges())
 
@@ -138,19 +143,14 @@ class Watch:
     def step(self, scheduler_output: Any, now: float) -> None:
         """A step's output has come, at `now` seconds.
 
-        Steps follow one another without a pause while there is work, so the time since the one
-        before is the step's own.
+        Like steps follow one another without a pause, so the time since the one before is the
+        step's own.
         """
-        lengths = scheduler_output.num_scheduled_tokens
-        if lengths:
-            rows = max(lengths.values())
-            drafts = scheduler_output.scheduled_spec_decode_tokens
-            uniform = min(lengths.values()) == rows and (rows == 1 or len(drafts) == len(lengths))
-            if uniform and self._last:
-                ms = 1e3 * (now - self._last)
-                chain = asks_for_chains(scheduler_output)
-                self.auto.costs.observe(rows - 1, len(lengths), ms, chain)
-        self._last = now if lengths else 0.0
+        like = _round_of(scheduler_output)
+        self._run = self._run + 1 if like is not None and like == self._like else 0
+        if self._run >= STEADY and like is not None:
+            self.auto.costs.observe(like[0], like[1], 1e3 * (now - self._last), like[2])
+        self._last, self._like = now, like
         self._steps += 1
         if self._steps % READ_EVERY == 0:
             self._answer = self._executor.collective_rpc(read_meter, non_block=True)
@@ -170,6 +170,18 @@ class Watch:
         if ranges != said:
             logger.info("ddtree: budget=auto now %s (first, last request, nodes)", ranges)
         self._said = now, ranges
+
+
+def _round_of(scheduler_output: Any) -> tuple[int, int, bool] | None:
+    """(nodes, requests, whether as chains) of a step in which all verify alike, else None."""
+    lengths = scheduler_output.num_scheduled_tokens
+    if not lengths:
+        return None
+    rows = max(lengths.values())
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if min(lengths.values()) < rows or (rows > 1 and len(drafts) < len(lengths)):
+        return None
+    return rows - 1, len(lengths), asks_for_chains(scheduler_output)
 
 
 def attach(engine_core: Any, costs: Costs) -> None:

@@ -15,7 +15,8 @@ COPY_EVERY = 8
 """Rounds between two copies to the host."""
 
 Counts = list[list[int]]
-"""`Meter.counts` as numbers, by row: probability, rounds, accepted; the same of chains."""
+"""`Meter.counts` as numbers, by row: probability built, probability verified, accepted; the same of
+chains."""
 
 
 class Meter:
@@ -24,7 +25,7 @@ class Meter:
     counts: int64 [6, N] on the device:
         [0, i]  sum over built trees of the path probability of row i, times 2^20 ([0, 0] / 2^20 is
                 the number of trees)
-        [1, i]  verified rounds of a request whose tree had i + 1 rows
+        [1, i]  the same sum over the verified rounds that had row i
         [2, i]  of these rounds, those that accepted row i
         [3, i] to [5, i]  the same of chains: row i is the most probable token of depth i
     """
@@ -44,7 +45,7 @@ class Meter:
         return self.counts[::3]
 
     def accepted(self, as_chains: bool) -> torch.Tensor:
-        """[2, N] view, what the walk adds to: rounds, accepted rows."""
+        """[2, N] view, what the walk adds to: probabilities verified, accepted rows."""
         return self.counts[4:] if as_chains else self.counts[1:3]
 
     def publish(self) -> None:

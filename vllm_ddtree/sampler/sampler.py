@@ -143,6 +143,7 @@ class TreeRejectionSampler(RejectionSampler):
             runtime.path_lens[start:end],
             runtime.rows.path,
             runtime.trees.chain,
+            runtime.trees.claims[:, int(runtime.step.as_chains)],
             runtime.meter.accepted(runtime.step.as_chains),
         )
         if logprobs_dims is None:

@@ -21,6 +21,7 @@ def walk(
     path_lens: torch.Tensor,
     path: torch.Tensor,
     chain: torch.Tensor | None = None,
+    claims: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> None:
     """Follow the target's choices down each request's tree.
@@ -44,7 +45,9 @@ def walk(
         rows
             becomes the row of path element j; the others are left as they are.
         chain: [max_num_reqs] int32, by request slot, 1 for a spine; needed with counts.
-        counts: in/out [2, N] int64 (budget/meter.py): rounds by rows of the tree, less one, and
+        claims: [max_num_reqs, N] int32, by request slot, path probability of each row; needed with
+            counts.
+        counts: in/out [2, N] int64 (budget/meter.py): path probability of the verified rows, and
             accepted rows, over requests with two rows or more and no spine.
 
     """
@@ -66,6 +69,8 @@ def walk(
         path_lens,
         path,
         chain,
+        claims,
+        0 if claims is None else claims.stride(0),
         counts,
         0 if counts is None else counts.stride(0),
         max_len,
@@ -104,6 +109,8 @@ def _walk_kernel(
     path_lens_ptr,  # [num_reqs]
     path_ptr,  # [max_num_tokens]
     chain_ptr,  # [max_num_reqs] or None
+    claims_ptr,  # [max_num_reqs, N] or None
+    claims_stride,
     counts_ptr,  # [2, N] or None
     counts_stride,
     max_len,
@@ -140,7 +147,8 @@ def _walk_kernel(
     tl.store(num_sampled_ptr + req, length)
     if counts_ptr is not None:
         counted = ((num_rows > 1) & (tl.load(chain_ptr + slot) == 0)).to(tl.int64)
-        tl.atomic_add(counts_ptr + num_rows - 1, counted, sem="relaxed")
+        claim = tl.load(claims_ptr + slot * claims_stride + row, mask=is_row, other=0)
+        tl.atomic_add(counts_ptr + row, claim * counted, mask=is_row, sem="relaxed")
         accepted = counts_ptr + counts_stride + row
         tl.atomic_add(accepted, on_path * counted, mask=is_row, sem="relaxed")
 

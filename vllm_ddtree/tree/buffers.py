@@ -28,6 +28,8 @@ class TreeBuffers:
                the policy
     intervals: int32 [S, 2, N], the builder's scratch
     spines:    int32 [S, 31], the most probable token of each depth, as far as the drafter goes
+    claims:    int32 [S, 2, N], path probability times 2^20 of each row of the tree, and of each depth
+               of the spine; 0 for what is not there
 
     Every slot starts as the empty tree. Raises ValueError for a budget outside 1..255 or no request
     slots.
@@ -57,6 +59,7 @@ class TreeBuffers:
         self.chain = full(0)
         self.intervals = full(0, 2, num_rows)
         self.spines = full(0, MAX_DEPTH)
+        self.claims = full(0, 2, num_rows)
 
 
 def _empty_masks(budget: int) -> torch.Tensor:

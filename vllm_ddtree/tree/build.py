@@ -70,6 +70,7 @@ def build_trees(
         trees.chain,
         trees.intervals,
         trees.spines,
+        trees.claims,
         probabilities,
         0 if probabilities is None else probabilities.stride(0),
         NUM_ROWS=trees.num_rows,
@@ -153,6 +154,7 @@ def _build_trees_kernel(
     chain_ptr,  # int32 [S]
     intervals_ptr,  # int32 [S, 2, N]
     spines_ptr,  # int32 [S, 31]
+    claims_ptr,  # int32 [S, 2, N]
     probabilities_ptr,  # int64 [2, N] or None
     probabilities_stride,
     NUM_ROWS: tl.constexpr,
@@ -241,25 +243,25 @@ def _build_trees_kernel(
     tl.store(num_nodes_ptr + slot, num_nodes)
     valid = row <= num_nodes
     is_node = valid & (row > 0)
+    # `cumulative` is 0 for the root, whose claim is 1.
+    claim = tl.where(valid, (tl.exp(cumulative) * 1048576.0).to(tl.int32), 0)
+    best = tl.load(
+        log_probs_ptr + (level - 1).to(tl.int64) * stride_d,
+        mask=(level > 0) & (level <= DEPTH_LIMIT),
+        other=0.0,
+    )
+    best = tl.where(best > float("-inf"), best, float("-inf"))  # NaN goes too
+    spine_claim = (tl.exp(tl.cumsum(best, axis=0)) * 1048576.0).to(tl.int32)
+    spine_claim = tl.where(level <= DEPTH_LIMIT, spine_claim, 0)
+    claims_ptr += slot * (2 * NUM_ROWS)
+    tl.store(claims_ptr + row, claim, mask=in_tree)
+    tl.store(claims_ptr + NUM_ROWS + level, spine_claim, mask=level < NUM_ROWS)
     if probabilities_ptr is not None:
-        # `cumulative` is 0 for the root, so its count is the number of trees.
-        share = (tl.exp(cumulative) * 1048576.0).to(tl.int64)
-        share = tl.where(valid & siblings, share, 0)
-        tl.atomic_add(probabilities_ptr + row, share, mask=row < NUM_ROWS, sem="relaxed")
-        best = tl.load(
-            log_probs_ptr + (level - 1).to(tl.int64) * stride_d,
-            mask=(level > 0) & (level <= DEPTH_LIMIT),
-            other=0.0,
-        )
-        best = tl.where(best > float("-inf"), best, float("-inf"))  # NaN goes too
-        share = (tl.exp(tl.cumsum(best, axis=0)) * 1048576.0).to(tl.int64)
-        share = tl.where((level <= DEPTH_LIMIT) & siblings, share, 0)
-        tl.atomic_add(
-            probabilities_ptr + probabilities_stride + level,
-            share,
-            mask=level < NUM_ROWS,
-            sem="relaxed",
-        )
+        claim = tl.where(siblings, claim, 0).to(tl.int64)
+        tl.atomic_add(probabilities_ptr + row, claim, mask=in_tree, sem="relaxed")
+        spine_claim = tl.where(siblings, spine_claim, 0).to(tl.int64)
+        probabilities_ptr += probabilities_stride
+        tl.atomic_add(probabilities_ptr + level, spine_claim, mask=level < NUM_ROWS, sem="relaxed")
     depth = (won >> DEPTH_AT) & 31
     token = tl.load(
         token_ids_ptr
