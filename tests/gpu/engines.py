@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.engine import models
 from tests.engine.harness import PROMPTS
 from vllm_ddtree.testing.engine import Result, generate, open_engine, run_engine
 
@@ -69,6 +71,33 @@ def requests() -> tuple[list[str], list[SamplingParams]]:
 def spec(pair: Pair, budget: int | str) -> dict[str, Any]:
     """speculative_config."""
     return {"method": "ddtree", "model": str(pair.drafter), "budget": budget}
+
+
+def qwen3_moe(folder: Path) -> Pair:
+    """vLLM's own Qwen3-MoE with random weights; one layer without experts."""
+    from transformers import Qwen3MoeConfig
+
+    return models.random_pair(
+        folder,
+        Qwen3MoeConfig(
+            vocab_size=models.VOCABULARY,
+            hidden_size=256,
+            intermediate_size=256,
+            moe_intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            max_position_embeddings=2048,
+            initializer_range=0.15,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+    )
 
 
 @dataclass

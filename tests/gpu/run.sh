@@ -5,14 +5,14 @@
 #   MODELS  folder with small/ and small-dflash/
 #   OUT     a log for each file, and summary.txt
 #   FILE    test files of this folder; default: all
-# Environment: PYTHON (python3), LIMIT (seconds a file may take, 240), GPUS (default: all).
+# Environment: PYTHON (python3), LIMIT (seconds a file may take, 300), GPUS (default: all).
 # One GPU serves one file at a time; test_engine_parallel.py runs last and sees them all.
 set -uo pipefail
 models=$(realpath "$1"); out=$(realpath -m "$2"); shift 2
 cd "$(dirname "$0")/../.."
 mkdir -p "$out"
 export VLLM_DDTREE_SMALL=$models PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-export OUT=$out PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-240}
+export OUT=$out PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-300}
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 [ $# -gt 0 ] || set -- tests/gpu/test_*.py

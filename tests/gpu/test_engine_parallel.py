@@ -17,21 +17,20 @@ from tests.conftest import Pair
 from tests.engine import models
 from tests.engine.harness import PROMPTS
 from tests.engine.ranks import record, rounds
-from tests.gpu.engines import ENGINE, check_gaps, gaps, requests, spec
-from tests.gpu.test_engine_variants import qwen3_moe
+from tests.gpu.engines import ENGINE, GRAPHS, check_gaps, gaps, qwen3_moe, requests, spec
 from vllm_ddtree.testing.engine import generate, open_engine
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 TWO: dict[str, Any] = {**ENGINE, "tensor_parallel_size": 2}
 
 
-@pytest.mark.parametrize("budget", [31, "auto"])
-def test_tensor_parallel(budget: int | str, small_pair: Pair) -> None:
+@pytest.mark.parametrize(("budget", "graphs"), [(31, {}), ("auto", GRAPHS)], ids=["31", "auto"])
+def test_tensor_parallel(budget: int | str, graphs: dict[str, Any], small_pair: Pair) -> None:
     """The mix, and a request that runs into the length limit in mid-tree."""
     from vllm import SamplingParams
 
     prompts, params = requests()
-    with open_engine(small_pair.target, spec(small_pair, budget), **TWO) as llm:
+    with open_engine(small_pair.target, spec(small_pair, budget), **TWO, **graphs) as llm:
         llm.collective_rpc(record)
         result = generate(llm, prompts, params)
         assert rounds(llm) > 20
@@ -58,7 +57,7 @@ def test_expert_parallel(tmp_path: Path) -> None:
     lens = (200, 3, 33, 16, 1, 70)
     prompts = [[(7 * i * i + i * n) % models.VOCABULARY for i in range(n)] for n in lens]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-    engine = {**TWO, "enable_expert_parallel": True, "skip_tokenizer_init": True}
+    engine = {**TWO, **GRAPHS, "enable_expert_parallel": True, "skip_tokenizer_init": True}
     with open_engine(pair.target, spec(pair, 15), **engine) as llm:
         assert llm.llm_engine.vllm_config.parallel_config.enable_expert_parallel
         llm.collective_rpc(record)

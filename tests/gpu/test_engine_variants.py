@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import Pair
 from tests.engine import models
-from tests.gpu.engines import ENGINE, GRAPHS, check_gaps, gaps, serve, spec
+from tests.gpu.engines import ENGINE, GRAPHS, check_gaps, gaps, qwen3_moe, serve, spec
 from vllm_ddtree.testing.engine import run_engine
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -21,7 +21,7 @@ LAYERS = 8  # of the small target
 
 def mixed(folder: Path, pair: Pair) -> Pair:
     """Windowed layers (one window shorter than a branch) and full ones: several KV groups."""
-    windows = [24, None, 5, None, 40, None, 24, None]
+    windows = [24, None, 5, None] * (LAYERS // 4)
     return models.varied_pair(folder, windows, [None] * LAYERS, [None] * LAYERS, pair)
 
 
@@ -56,33 +56,6 @@ def test_attention(
         assert run.compiled == [], backend
         texts += run.judged
     check_gaps(gaps(pair, texts))
-
-
-def qwen3_moe(folder: Path) -> Pair:
-    """vLLM's own Qwen3-MoE with random weights; one layer without experts."""
-    from transformers import Qwen3MoeConfig
-
-    return models.random_pair(
-        folder,
-        Qwen3MoeConfig(
-            vocab_size=models.VOCABULARY,
-            hidden_size=256,
-            intermediate_size=256,
-            moe_intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            num_experts=8,
-            num_experts_per_tok=3,
-            norm_topk_prob=True,
-            mlp_only_layers=[1],
-            max_position_embeddings=2048,
-            initializer_range=0.15,
-            bos_token_id=0,
-            eos_token_id=0,
-        ),
-    )
 
 
 def test_experts(tmp_path: Path) -> None:
