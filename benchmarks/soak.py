@@ -199,11 +199,11 @@ def compare(
     for index, (one, two) in enumerate(zip(first.samples, second.samples, strict=True)):
         at = soak_judge.first_difference(one.token_ids, two.token_ids)
         # A stop string ends a text inside a round, and vLLM keeps the tokens of the whole round.
-        same = one.text == two.text if "stop" in request.params else one == two
+        same = one.text == two.text and one.finish_reason == two.finish_reason
+        same = same and ("stop" in request.params or one.token_ids == two.token_ids)
         if one.logprobs and two.logprobs:
             pairs = list(zip(one.logprobs, two.logprobs, strict=False))[:at]
             apart += [abs(a - b) for a, b in pairs]
-            same = same or one.token_ids == two.token_ids
         if at is None:
             if not same:
                 wrong.append(f"{request.name} alone: the same tokens, another end")
@@ -479,10 +479,14 @@ def write(report: dict[str, Any], folder: Path) -> None:
                     **e["memory_mib"][key]
                 ),
             )
-    gaps = sorted(d["gap"] for d in report["differences"])
-    if gaps:
+    for kind, greedy in (("greedy", True), ("seeded", False)):
+        gaps = sorted(
+            d["gap"] for d in report["differences"] if (d["params"]["temperature"] == 0) == greedy
+        )
+        if not gaps:
+            continue
         middle, tail = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.95)]
-        lines += ["", f"{len(gaps)} differences, gaps in logits: median {middle:.4f}, "]
+        lines += ["", f"{len(gaps)} {kind} differences, gaps in logits: median {middle:.4f}, "]
         lines[-1] += f"95 % below {tail:.4f}, largest {gaps[-1]:.4f} (allowed: {report['tie']})"
     lines += ["", *(f"- FAILED: {line}" for line in report["failures"][:50])]
     lines.append("failed" if report["failures"] else "passed")
