@@ -15,6 +15,7 @@ export VLLM_DDTREE_SMALL=$models PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export OUT=$out PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-300}
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
+[ "$gpus" -ge 1 ] || { echo "no GPU"; exit 2; }
 [ $# -gt 0 ] || set -- tests/gpu/test_*.py
 
 run_file() {  # FILE [DEVICES]
