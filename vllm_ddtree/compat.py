@@ -42,10 +42,12 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GPUModelRunner.sample",
         "GPUModelRunner.postprocess_sampled",
         "GPUModelRunner.execute_model",
+        "GPUModelRunner.get_draft_model",
         "sort_batch_req_ids",
     ),
     "vllm.v1.engine.core": ("EngineCore.__init__", "EngineCore._initialize_kv_caches"),
     "vllm.v1.core.sched.scheduler": ("Scheduler.update_from_output",),
+    "vllm.v1.worker.gpu_worker": ("Worker.sleep", "Worker.wake_up"),
     # Subclassed.
     "vllm.config.speculative": (
         "SpeculativeConfig.max_num_new_slots_for_drafting",
@@ -471,3 +473,38 @@ def hook_runner(
     _replace_in_module(
         "vllm.v1.worker.gpu.model_states", (runner,), "init_model_state", init_model_state
     )
+
+
+def hook_sleep(
+    is_ddtree: Callable[[Any], bool],
+    before: Callable[[Any, int], None],
+    after: Callable[[Any, list[str] | None], None],
+) -> None:
+    """Let DDTree save before a worker sleeps and restore after it has woken up.
+
+    Args:
+        is_ddtree: whether a speculative config is DDTree's.
+        before: (worker, level).
+        after: (worker, tags of what is back; None: all).
+
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def sleep(original: Callable[..., None]) -> Callable[..., None]:
+        def go(self: Any, level: int = 1) -> None:
+            if is_ddtree(self.vllm_config.speculative_config):
+                before(self, level)
+            original(self, level)
+
+        return go
+
+    def wake_up(original: Callable[..., None]) -> Callable[..., None]:
+        def come(self: Any, tags: list[str] | None = None) -> None:
+            original(self, tags)
+            if is_ddtree(self.vllm_config.speculative_config):
+                after(self, tags)
+
+        return come
+
+    _replace(Worker, "sleep", sleep)
+    _replace(Worker, "wake_up", wake_up)

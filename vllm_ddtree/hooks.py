@@ -40,8 +40,11 @@ def _make_speculator(vllm_config: Any, device: Any) -> Any:
 
 
 def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
+    from vllm_ddtree import sleep
     from vllm_ddtree.model_state import make_model_state
 
+    # Here, in a worker, vLLM's worker class is loaded already.
+    compat.hook_sleep(is_ddtree, sleep.keep, sleep.restore)
     return make_model_state(vllm_config, model, encoder_cache, device)
 
 

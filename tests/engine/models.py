@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small targets with sliding windows, soft-caps and sinks, each with a DFlash drafter.
 
-`trained_pair`: the nano pair with another attention in its target, which still knows what to say.
+`trained_pair`: a trained pair with another attention in its target, which still knows what to say.
 `random_pair`: random weights of any architecture of Transformers; its vocabulary is so small that
 trees often hold the target's choice.
 """
@@ -45,13 +45,15 @@ class VariedQwen3ForCausalLM(qwen3.Qwen3ForCausalLM):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
 
-def trained_pair(folder: Path, **config: Any) -> Pair:
-    """The nano pair, its target with changes in its config.json; the drafter stays as it is."""
+def trained_pair(folder: Path, pair: Pair = NANO, **config: Any) -> Pair:
+    """A trained pair, its target with changes in its config.json; the drafter stays as it is."""
     target = folder / "target"
-    shutil.copytree(NANO.target, target)
+    shutil.copytree(pair.target, target)
+    target.chmod(0o755)
+    (target / "config.json").chmod(0o644)
     path = target / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    return Pair(folder.name, target, NANO.drafter, NANO.block_size)
+    return Pair(folder.name, target, pair.drafter, pair.block_size)
 
 
 def varied_pair(
@@ -59,11 +61,13 @@ def varied_pair(
     windows: list[int | None],
     soft_caps: list[float | None],
     sinks: list[list[float] | None],
+    pair: Pair = NANO,
 ) -> Pair:
-    """`trained_pair` with a window, a soft-cap and sinks of its own in each of the 4 layers."""
+    """`trained_pair` with a window, a soft-cap and sinks of its own in each layer."""
     ModelRegistry.register_model("VariedQwen3ForCausalLM", VariedQwen3ForCausalLM)
     return trained_pair(
         folder,
+        pair,
         architectures=["VariedQwen3ForCausalLM"],
         windows=windows,
         soft_caps=soft_caps,

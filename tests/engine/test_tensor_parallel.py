@@ -9,7 +9,6 @@ near-ties: vLLM's sums over two ranks, in another order, change none of their to
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from tests.conftest import NANO
 from tests.engine.harness import PROMPTS, Result, generate, greedy, open_engine, run_engine
+from tests.engine.ranks import record, rounds
 from vllm_ddtree.budget import auto
 from vllm_ddtree.budget.cost import Costs
 from vllm_ddtree.budget.meter import read_meter
@@ -38,42 +38,6 @@ REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
 def batch() -> tuple[list[str], list[SamplingParams]]:
     prompts, tokens, sampling = zip(*REQUESTS, strict=True)
     return list(prompts), [greedy(n, **more) for n, more in zip(tokens, sampling, strict=True)]
-
-
-def record(worker: Any) -> None:
-    """Keep a digest of a worker's trees and walks after every round (sent to it as a function)."""
-    rt = worker.model_runner.model_state.runtime
-    worker.digests = digests = []
-    publish, trees = rt.meter.publish, rt.trees
-    parts = (trees.tokens, trees.parents, trees.depths, trees.masks, trees.num_nodes, trees.spines)
-
-    def publish_and_record() -> None:
-        publish()
-        digest = hashlib.sha256()
-        for part in (*parts, rt.path_rows, rt.path_lens, rt.meter.counts):
-            digest.update(part.numpy().tobytes())
-        digests.append(digest.hexdigest())
-
-    rt.meter.publish = publish_and_record
-
-
-def recorded(worker: Any) -> tuple[int, int, list[str]]:
-    """(rank, ranks, digest after each round since the last call)."""
-    from vllm.distributed import parallel_state
-
-    digests = list(worker.digests)
-    worker.digests.clear()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    return rank, parallel_state.get_tensor_model_parallel_world_size(), digests
-
-
-def rounds(llm: LLM) -> int:
-    """Number of rounds since the last call, of which both ranks hold the same trees."""
-    (rank, ranks, one), (other_rank, _, other) = llm.collective_rpc(recorded)
-    assert (rank, other_rank, ranks) == (0, 1, 2)
-    assert one == other
-    assert len(set(one)) == len(one), "the digest misses what changes"
-    return len(one)
 
 
 @functools.cache

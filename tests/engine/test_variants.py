@@ -32,7 +32,11 @@ REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
 
 def all_windowed(folder: Path) -> Pair:
     """vLLM's Qwen3, every layer with the window of the model's config."""
-    window = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 0}
+    window: dict[str, Any] = {
+        "sliding_window": 24,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    }
     return models.trained_pair(folder, **window, layer_types=["sliding_attention"] * 4)
 
 

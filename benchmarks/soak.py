@@ -1,0 +1,602 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A soak: thousands of mixed requests, aborts and bad requests through engines short of KV blocks.
+
+usage: python -m benchmarks.soak TARGET DRAFTER --requests 10000 --out FOLDER
+
+The engines of --engines live one after another (vLLM's AsyncLLM: engine core in its own process,
+asynchronous scheduling, CUDA graphs) and share the requests. An engine's requests come in segments;
+after each one it is quiet, and then every KV block must be free, and memory is read. Then some of
+the finished requests run again, one at a time, on the same engine, and some on an engine without
+speculation: the same tokens, or a choice that rounding explains (benchmarks/soak_judge.py).
+
+Writes soak.json and soak.md. Exits with 1, and says why, unless
+- every request ended as it should: finished as its parameters say, aborted, or, if it was wrong,
+  refused with an error of its own;
+- no engine died, and none stood still for --stall seconds;
+- requests were preempted and aborted;
+- KV blocks were all free and memory did not grow, on the GPU and on the host;
+- of the requests that ran again, none differed by a gap larger than --tie logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from benchmarks import soak_judge
+from benchmarks.serve_load import speculation
+from benchmarks.soak_requests import (
+    Request,
+    Requests,
+    Sample,
+    faults,
+    samples_of,
+    sampling_params,
+)
+from vllm_ddtree.testing import cpu
+
+T = TypeVar("T")
+SCHEDULE = [[1, 4, 31], [5, 12, 15], [13, 20, 7], [21, 256, 3]]
+SPECS = {"tree-schedule": {"method": "ddtree", "budget_per_batch_size": SCHEDULE}}
+
+
+class Hang(RuntimeError):
+    """Nothing came out of an engine for too long."""
+
+
+@dataclass
+class Outcome:
+    """How a request ended: finished, aborted, refused or failed."""
+
+    request: Request
+    status: str
+    samples: list[Sample] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+@dataclass
+class Difference:
+    """Where a request's second run left its first."""
+
+    engine: str
+    against: str
+    request: Request
+    sample: int
+    at: int
+    got: int
+    want: int
+    context: list[int]
+    gap: float = float("nan")
+
+
+class Driver:
+    """Sends requests to an AsyncLLM and takes their answers.
+
+    Args:
+        engine: the AsyncLLM.
+        max_model_len: tokens.
+        eos: id of the end of text.
+        stall: seconds without an answer that are a hang.
+
+    """
+
+    def __init__(self, engine: Any, max_model_len: int, eos: int, stall: float) -> None:
+        self.engine, self.max_model_len, self.eos, self.stall = engine, max_model_len, eos, stall
+        self.progress = time.monotonic()
+
+    async def answer(self, request: Request, name: str, abort: bool = True) -> Outcome:
+        """One request from beginning to end."""
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            task = asyncio.ensure_future(self._generate(request, name))
+            output = await self._abort(task, request, name) if abort else await task
+        except (VLLMClientError, ValueError, TypeError) as error:
+            self.progress = time.monotonic()
+            status = "refused" if request.wrong else "failed"
+            return Outcome(request, status, error=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            if self.engine.errored:
+                raise
+            return Outcome(request, "failed", error=f"{type(error).__name__}: {error!r}")
+        if output is None or any(o.finish_reason == "abort" for o in output.outputs):
+            status = "aborted" if abort and request.abort_after is not None else "failed"
+            return Outcome(request, status, error="aborted")
+        if request.wrong:
+            return Outcome(request, "failed", error=f"{request.wrong}: not refused")
+        found = faults(request, output, self.max_model_len, self.eos)
+        return Outcome(request, "finished", samples_of(output), found)
+
+    async def _generate(self, request: Request, name: str) -> Any:
+        return await self.last_output(request.prompt, sampling_params(request), name)
+
+    async def last_output(self, prompt: list[int], params: Any, name: str) -> Any:
+        """The last of a request's outputs."""
+        last = None
+        async for output in self.engine.generate({"prompt_token_ids": prompt}, params, name):
+            self.progress, last = time.monotonic(), output
+        return last
+
+    async def _abort(self, task: asyncio.Future[Any], request: Request, name: str) -> Any:
+        """The task's output, None if the request's client went away."""
+        if request.abort_after is not None:
+            await asyncio.wait({task}, timeout=request.abort_after)
+            if not task.done():
+                if request.cancel:
+                    task.cancel()
+                    await asyncio.wait({task})
+                    return None
+                await self.engine.abort(name)
+        return await task
+
+    async def run(self, requests: Sequence[Request], concurrency: int) -> list[Outcome]:
+        """All requests, `concurrency` in flight."""
+        todo = iter(requests)
+
+        async def client() -> list[Outcome]:
+            return [await self.answer(request, request.name) for request in todo]
+
+        clients = [client() for _ in range(concurrency)]
+        return [outcome for part in await self.watch(asyncio.gather(*clients)) for outcome in part]
+
+    async def again(
+        self, outcomes: Sequence[Outcome], name: str, seconds: float
+    ) -> list[tuple[Outcome, Outcome]]:
+        """(first run, second run) of as many requests as there is time for, one at a time."""
+        end, pairs = time.monotonic() + seconds, []
+        for first in outcomes:
+            if time.monotonic() > end:
+                break
+            request = first.request
+            second = self.answer(request, f"{request.name}-{name}", abort=False)
+            pairs.append((first, await self.watch(second)))
+        return pairs
+
+    async def watch(self, work: Awaitable[T]) -> T:
+        """The result of `work`; raises Hang if answers stop coming."""
+        task = asyncio.ensure_future(work)
+        self.progress = time.monotonic()
+        while not task.done():
+            await asyncio.wait({task}, timeout=0.5)
+            if not task.done() and time.monotonic() - self.progress > self.stall:
+                task.cancel()
+                raise Hang(f"no answer for {self.stall} s")
+        return task.result()
+
+    async def all_free(self) -> bool:
+        """Whether the engine's KV blocks are all free: only then its prefix cache can be reset."""
+        for _ in range(20):
+            if await self.engine.reset_prefix_cache():
+                return True
+            await asyncio.sleep(0.1)  # the last abort may be under way
+        return False
+
+    async def memory(self) -> dict[str, float]:
+        """MiB of the worker's process (benchmarks/soak_worker.py)."""
+        return (await self.engine.collective_rpc("soak_memory"))[0]
+
+
+def compare(
+    first: Outcome, second: Outcome, engine: str, against: str
+) -> tuple[list[Difference], list[str], list[float]]:
+    """Where the runs differ, what no rounding explains, and how far their logprobs are apart.
+
+    The logprobs are those of the tokens up to the first difference: rounding alone.
+    """
+    request, found, wrong, apart = first.request, [], [], []
+    if second.status != "finished":
+        return [], [f"{request.name} alone: {second.status}, {second.error}"], []
+    for index, (one, two) in enumerate(zip(first.samples, second.samples, strict=True)):
+        at = soak_judge.first_difference(one.token_ids, two.token_ids)
+        # A stop string ends a text inside a round, and vLLM keeps the tokens of the whole round.
+        same = one.text == two.text and one.finish_reason == two.finish_reason
+        same = same and ("stop" in request.params or one.token_ids == two.token_ids)
+        if one.logprobs and two.logprobs:
+            pairs = list(zip(one.logprobs, two.logprobs, strict=False))[:at]
+            apart += [abs(a - b) for a, b in pairs]
+        if at is None:
+            if not same:
+                wrong.append(f"{request.name} alone: the same tokens, another end")
+            continue
+        context = request.prompt + one.token_ids[:at]
+        tokens = one.token_ids[at], two.token_ids[at]
+        found.append(Difference(engine, against, request, index, at, *tokens, context))
+    return found, wrong, apart
+
+
+def slope(points: Sequence[tuple[int, float]]) -> float:
+    """Least-squares slope of (requests, MiB), in MiB a 1000 requests."""
+    n = len(points)
+    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return 1000 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+def growth(readings: Sequence[tuple[int, dict[str, float]]], key: str) -> float:
+    """MiB from the end of the first third of the readings (caches fill until then) to the last."""
+    values = [reading[key] for _, reading in readings]
+    return values[-1] - max(values[: len(values) // 3 + 1])
+
+
+def engine_arguments(args: argparse.Namespace, spec: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs."""
+    keys: dict[str, Any] = {
+        "model": args.target,
+        "speculative_config": spec,
+        "dtype": args.dtype,
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_seqs * 64,
+        "block_size": args.block_size,
+        "num_gpu_blocks_override": args.blocks,
+        "gpu_memory_utilization": 0.3,
+        "enable_prefix_caching": True,
+        "worker_extension_cls": "benchmarks.soak_worker.SoakWorker",
+        "seed": 0,
+    }
+    if cpu.available():
+        keys |= {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
+    return {**keys, **args.llm}
+
+
+def make_engine(keys: dict[str, Any]) -> Any:
+    """An AsyncLLM."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**keys))
+
+
+def counters() -> dict[str, float]:
+    """vLLM's counters of the present engine that the report shows."""
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    names = ("num_preemptions", "prefix_cache_hits", "generation_tokens")
+    names += ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
+    values: Counter[str] = Counter()
+    for metric in get_metrics_snapshot():
+        name = metric.name.removeprefix("vllm:")
+        if name in names:
+            values[name] += metric.value
+    return dict(values)
+
+
+async def soak_engine(
+    name: str, count: int, requests: Requests, args: argparse.Namespace, report: dict[str, Any]
+) -> tuple[list[Outcome], list[Difference]]:
+    """One engine's share of the soak, recorded in `report`."""
+    spec, _ = speculation(name, args.drafter, SPECS)
+    started = time.monotonic()
+    keys = engine_arguments(args, spec)
+    engine = make_engine(keys)
+    ready = time.monotonic()
+    driver = Driver(engine, args.max_model_len, requests.eos, args.stall)
+    failures: list[str] = report["failures"]
+    outcomes: list[Outcome] = []
+    readings: list[tuple[int, dict[str, float]]] = []
+    pairs: list[tuple[Outcome, Outcome]] = []
+    try:
+        for segment in range(args.segments):
+            share = count * (segment + 1) // args.segments - count * segment // args.segments
+            drawn = [requests.draw() for _ in range(share)]
+            outcomes += await driver.run(drawn, args.concurrency)
+            if not await driver.all_free():
+                failures.append(f"{name}: KV blocks in use after {len(outcomes)} requests")
+            readings.append((len(outcomes), await driver.memory()))
+        served = time.monotonic()
+        counted = counters()
+        pairs = await driver.again(pick(outcomes), "alone", args.alone_seconds)
+        if not await driver.all_free():
+            failures.append(f"{name}: KV blocks in use at the end")
+    except Exception as error:
+        failures.append(f"{name}: {type(error).__name__}: {error}")
+        return outcomes, []
+    finally:
+        engine.shutdown()
+
+    differences, wrong, apart = [], [], []
+    for first, second in pairs:
+        found, bad, far = compare(first, second, name, "alone")
+        differences += found
+        wrong += bad
+        apart += far
+    statuses = Counter(outcome.status for outcome in outcomes)
+    refused = Counter(o.request.wrong for o in outcomes if o.status == "refused")
+    memory = {
+        key: {
+            "first": readings[0][1][key],
+            "last": readings[-1][1][key],
+            "growth": growth(readings, key),
+            "slope": slope([(n, reading[key]) for n, reading in readings]),
+        }
+        for key in readings[0][1]
+    }
+    rounds = counted.get("spec_decode_num_drafts", 0)
+    report["engines"][name] = {
+        "start_s": ready - started,
+        "serve_s": served - ready,
+        "statuses": dict(statuses),
+        "refused": dict(refused),
+        "tokens": sum(len(s.token_ids) for o in outcomes for s in o.samples),
+        "counters": counted,
+        "acceptance": 1 + counted.get("spec_decode_num_accepted_tokens", 0) / max(1, rounds),
+        "memory_mib": memory,
+        "readings": readings,
+        "alone": len(pairs),
+        "alone_differ": len({d.request.name for d in differences}),
+        "logprobs_compared": len(apart),
+        "logprob_apart_max": max(apart, default=0.0),
+    }
+    failures += [f"{name}: {line}" for line in wrong]
+    failures += engine_failures(name, outcomes, count, counted, memory, len(pairs), args)
+    return outcomes, differences
+
+
+def engine_failures(
+    name: str,
+    outcomes: Sequence[Outcome],
+    count: int,
+    counted: dict[str, float],
+    memory: dict[str, dict[str, float]],
+    alone: int,
+    args: argparse.Namespace,
+) -> list[str]:
+    """What an engine's share of the soak must show, and did not."""
+    found = [f"{o.request.name}: {o.error}" for o in outcomes if o.status == "failed"]
+    found += [f"{o.request.name}: {line}" for o in outcomes for line in o.faults]
+    names = {outcome.request.name for outcome in outcomes}
+    if len(outcomes) != count or len(names) != count:
+        found.append(f"{len(outcomes)} outcomes of {len(names)} requests, {count} sent")
+    for status in ("finished", "aborted", "refused"):
+        if not any(outcome.status == status for outcome in outcomes):
+            found.append(f"no request was {status}")
+    if not counted.get("num_preemptions"):
+        found.append("no preemption")
+    if alone < args.min_again:
+        found.append(f"only {alone} requests ran again")
+    for key, limit in (("allocated", args.gpu_slack), ("host", args.host_slack)):
+        if key in memory and memory[key]["growth"] > limit:
+            found.append(f"memory ({key}) grew by {memory[key]['growth']:.1f} MiB")
+    return [f"{name}: {line}" for line in found]
+
+
+def pick(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The finished requests that a second run must repeat, in random order."""
+    chosen = [o for o in outcomes if o.status == "finished" and o.request.repeatable]
+    random.Random(1).shuffle(chosen)
+    return chosen
+
+
+async def soak_plain(
+    outcomes: dict[str, list[Outcome]],
+    differences: list[Difference],
+    eos: int,
+    args: argparse.Namespace,
+    report: dict[str, Any],
+) -> None:
+    """The engine without speculation: the same requests alone, and the logits of differences."""
+    keys = engine_arguments(args, None)
+    keys |= {"logprobs_mode": "raw_logits", "max_logprobs": -1}
+    keys.pop("num_gpu_blocks_override")
+    engine = make_engine(keys)
+    driver = Driver(engine, args.max_model_len, eos, args.stall)
+    failures: list[str] = report["failures"]
+    try:
+        for name, own in outcomes.items():
+            # Not those that ran alone just now.
+            chosen = pick(own)[::-1]
+            seconds = args.plain_seconds / len(outcomes)
+            pairs = await driver.again(chosen, "plain", seconds)
+            found, wrong = [], []
+            for first, second in pairs:
+                parts = compare(first, second, name, "plain")
+                found += parts[0]
+                wrong += parts[1]
+            failures += [f"{name} against plain: {line}" for line in wrong]
+            if len(pairs) < args.min_again:
+                failures.append(f"{name}: only {len(pairs)} requests ran again without speculation")
+            report["engines"][name]["plain"] = len(pairs)
+            report["engines"][name]["plain_differ"] = len({d.request.name for d in found})
+            differences += found
+        logits = await driver.watch(asyncio.gather(*(last_logits(driver, d) for d in differences)))
+    except Exception as error:
+        failures.append(f"plain: {type(error).__name__}: {error}")
+        return
+    finally:
+        engine.shutdown()
+    for difference, row in zip(differences, logits, strict=True):
+        difference.gap = judge(difference, row)
+
+
+async def last_logits(driver: Driver, difference: Difference) -> Any:
+    """Logits [V] after a difference's common text."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, detokenize=False)
+    d = difference
+    name = f"{d.request.name}-{d.engine}-{d.against}-{d.sample}"
+    output = await driver.last_output(d.context, params, name)
+    row = output.outputs[0].logprobs[0]
+    logits = np.full(max(row) + 1, -np.inf)
+    for token, value in row.items():
+        logits[token] = value.logprob
+    return logits
+
+
+def judge(difference: Difference, raw: Any) -> float:
+    """A difference's gap, in logits."""
+    request, d = difference.request, difference
+    text = d.context[len(request.prompt) :]
+    logits = soak_judge.processed(raw, request.params, request.prompt, text)
+    noise = 0.0
+    if request.params["temperature"]:
+        seed, position = request.seed(d.sample), len(d.context) - 1
+        noise = soak_judge.noise_difference(d.got, d.want, len(logits), seed, position)
+    return soak_judge.gap(logits, request.params, d.got, d.want, noise)
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """soak.json and soak.md."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "soak.json").write_text(json.dumps(report, indent=1))
+    info, engines = report["info"], report["engines"]
+    lines = [f"{info['gpu']}, vLLM {info['vllm']}, PyTorch {info['torch']}", ""]
+    lines += ["| | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
+
+    def row(label: str, value: Any) -> None:
+        lines.append(f"| {label} | " + " | ".join(str(value(e)) for e in engines.values()) + " |")
+
+    row("requests", lambda e: sum(e["statuses"].values()))
+    for status in ("finished", "aborted", "refused", "failed"):
+        row(status, lambda e, status=status: e["statuses"].get(status, 0))
+    row("tokens", lambda e: e["tokens"])
+    row("seconds", lambda e: f"{e['serve_s']:.0f}")
+    row("preemptions", lambda e: int(e["counters"].get("num_preemptions", 0)))
+    row("prefix cache hits, tokens", lambda e: int(e["counters"].get("prefix_cache_hits", 0)))
+    row("acceptance length", lambda e: f"{e['acceptance']:.2f}")
+    row("ran again alone, differ", lambda e: f"{e['alone']}, {e['alone_differ']}")
+    row("again without speculation, differ", lambda e: f"{e.get('plain')}, {e.get('plain_differ')}")
+    row(
+        "logprobs apart at most (of tokens)",
+        lambda e: f"{e['logprob_apart_max']:.3f} ({e['logprobs_compared']})",
+    )
+    for key in ("allocated", "reserved", "in_use", "host"):
+        if any(key in e["memory_mib"] for e in engines.values()):
+            row(
+                f"{key} MiB: first, last, a 1000 requests",
+                lambda e, key=key: "{first:.0f}, {last:.0f}, {slope:+.2f}".format(
+                    **e["memory_mib"][key]
+                ),
+            )
+    for kind, greedy in (("greedy", True), ("seeded", False)):
+        gaps = sorted(
+            d["gap"] for d in report["differences"] if (d["params"]["temperature"] == 0) == greedy
+        )
+        if not gaps:
+            continue
+        middle, tail = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.95)]
+        lines += ["", f"{len(gaps)} {kind} differences, gaps in logits: median {middle:.4f}, "]
+        lines[-1] += f"95 % below {tail:.4f}, largest {gaps[-1]:.4f} (allowed: {report['tie']})"
+    lines += ["", *(f"- FAILED: {line}" for line in report["failures"][:50])]
+    lines.append("failed" if report["failures"] else "passed")
+    (folder / "soak.md").write_text("\n".join(lines) + "\n")
+
+
+async def soak(args: argparse.Namespace) -> dict[str, Any]:
+    """The whole soak; its report."""
+    import torch
+    import transformers
+    import vllm
+
+    from benchmarks.prompts import python_prompts
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
+    config = json.loads(Path(args.target, "config.json").read_text())
+    requests = Requests(
+        python_prompts(tokenizer, args.windows, args.max_model_len),
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        args.max_model_len,
+        config["vocab_size"],
+        config["eos_token_id"],
+        abort_within=args.abort_within,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
+    gpu = torch.cuda.is_available()
+    info = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "gpu": "GPU" if gpu else platform.processor() or "CPU",
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+    }
+    report: dict[str, Any] = {"info": info, "engines": {}, "differences": [], "failures": []}
+    report["tie"] = args.tie
+    outcomes: dict[str, list[Outcome]] = {}
+    differences: list[Difference] = []
+    for index, name in enumerate(args.engines):
+        share = args.requests * (index + 1) // len(args.engines)
+        share -= args.requests * index // len(args.engines)
+        own, found = await soak_engine(name, share, requests, args, report)
+        differences += found
+        if name in report["engines"]:
+            outcomes[name] = own
+            print(name, {k: v for k, v in report["engines"][name].items() if k != "readings"})
+        write(report, args.out)
+    await soak_plain(outcomes, differences, requests.eos, args, report)
+    for d in differences:
+        found_in = {"engine": d.engine, "against": d.against, "request": d.request.name}
+        found_in |= {"params": d.request.params, "at": d.at, "got": d.got, "want": d.want}
+        report["differences"].append({**found_in, "gap": d.gap})
+        if not d.gap <= args.tie:
+            report["failures"].append(
+                f"{d.engine} against {d.against}: {d.request.name} differs at token {d.at} by a "
+                f"gap of {d.gap:.3f} logits: {d.request.params}"
+            )
+    if gpu:
+        info["gpu"] = torch.cuda.get_device_name()
+    write(report, args.out)
+    return report
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    on_cpu = cpu.available()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("target")
+    add("drafter")
+    add("--engines", nargs="+", default=["tree-auto", "tree-schedule", "tree-31"])
+    add("--requests", type=int, default=10_000, help="of all engines together")
+    add("--concurrency", type=int, default=64)
+    add("--segments", type=int, default=8, help="quiet moments of an engine")
+    add("--max-tokens", type=int, default=200)
+    add("--abort-within", type=float, default=1.0, help="seconds")
+    add("--alone-seconds", type=float, default=10, help="of an engine's requests run again")
+    add("--plain-seconds", type=float, default=24, help="of all engines', without speculation")
+    add("--min-again", type=int, default=50, help="fewest of them")
+    add("--stall", type=float, default=30, help="seconds without an answer that are a hang")
+    add("--tie", type=float, default=None, help="largest gap, logits; bfloat16: 0.5")
+    add("--gpu-slack", type=float, default=16, help="MiB that live tensors may grow by")
+    add("--host-slack", type=float, default=64, help="MiB that the engine's process may grow by")
+    add("--dtype", default="float32" if on_cpu else "bfloat16")
+    add("--max-model-len", type=int, default=1024)
+    add("--max-num-seqs", type=int, default=32)
+    add("--block-size", type=int, default=32 if on_cpu else 16)
+    add("--blocks", type=int, default=320, help="KV blocks of an engine")
+    add("--windows", type=int, default=64, help="texts that prompts are cut from")
+    add("--llm", type=json.loads, default={}, help="JSON of more engine arguments")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    if args.tie is None:
+        # Logits of 16 to 32 are 0.125 apart in bfloat16.
+        args.tie = 1e-3 if args.dtype == "float32" else 0.5
+    for name in args.engines:
+        try:
+            speculation(name, args.drafter, SPECS)
+        except ValueError as error:
+            parser.error(str(error))
+    return args
+
+
+def main() -> None:
+    if cpu.available():
+        cpu.prepare()
+    args = parse()
+    report = asyncio.run(soak(args))
+    print((args.out / "soak.md").read_text())
+    raise SystemExit(1 if report["failures"] else 0)
+
+
+if __name__ == "__main__":
+    main()

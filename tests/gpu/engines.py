@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on a GPU in bfloat16, and a judge of what they said.
+
+Rounding depends on the batch's shape, so texts are not compared: an engine without speculation
+reads prompt and text anew and says at each place how far its own first choice is above the token
+that stands there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.engine import models
+from tests.engine.harness import PROMPTS
+from vllm_ddtree.testing.engine import Result, generate, open_engine, run_engine
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+
+    from tests.conftest import Pair
+
+ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 512 << 20,
+    "gpu_memory_utilization": 0.3,
+    "disable_log_stats": False,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+# Starts faster than with torch.compile, and replays whole steps all the same.
+GRAPHS: dict[str, Any] = {
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+TIE = 0.5
+"""Largest gap of rounding, logits: those of 16 to 32 are 0.125 apart in bfloat16."""
+
+# More than fit at once, of lengths that make every number of running requests come by. The first
+# ten are greedy and nothing else: the judge reads them.
+JUDGED = 10
+MORE: list[dict[str, Any]] = [
+    {"temperature": 0.8, "seed": 1, "top_p": 0.9},
+    {"temperature": 1.0, "seed": 2, "top_k": 20},
+    {"temperature": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    {"logprobs": 5},
+    {"bad_words": ["return"]},
+    {"temperature": 1.0},
+]
+
+
+def requests() -> tuple[list[str], list[SamplingParams]]:
+    """Prompts and parameters of the mix."""
+    from vllm import SamplingParams
+
+    keys: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    prompts = [PROMPTS[i % len(PROMPTS)] + "#" * (i // len(PROMPTS)) for i in range(JUDGED)]
+    params = [SamplingParams(max_tokens=9 * (i + 1), **keys) for i in range(JUDGED)]
+    for i, more in enumerate(MORE):
+        prompts.append(PROMPTS[i])
+        params.append(SamplingParams(max_tokens=40 + 3 * i, **{**keys, **more}))
+    return prompts, params
+
+
+def spec(pair: Pair, budget: int | str) -> dict[str, Any]:
+    """speculative_config."""
+    return {"method": "ddtree", "model": str(pair.drafter), "budget": budget}
+
+
+def qwen3_moe(folder: Path) -> Pair:
+    """vLLM's own Qwen3-MoE with random weights; one layer without experts."""
+    from transformers import Qwen3MoeConfig
+
+    return models.random_pair(
+        folder,
+        Qwen3MoeConfig(
+            vocab_size=models.VOCABULARY,
+            hidden_size=256,
+            intermediate_size=256,
+            moe_intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            max_position_embeddings=2048,
+            initializer_range=0.15,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+    )
+
+
+@dataclass
+class Served:
+    """What an engine did with the mix."""
+
+    result: Result
+    replays: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Verify steps that were graphs, by (requests in the graph, requests running)."""
+    compiled: list[str] = field(default_factory=list)
+    """Our kernels that were compiled while serving."""
+    used: float = 0.0
+    """GPU memory that the engine took, as a share of the GPU's."""
+
+    @property
+    def judged(self) -> list[tuple[list[int], list[int]]]:
+        """(prompt, text) of the greedy requests."""
+        outputs = self.result.outputs[:JUDGED]
+        return [(list(o.prompt_token_ids or ()), list(o.outputs[0].token_ids)) for o in outputs]
+
+
+@contextmanager
+def kernels_compiled() -> Iterator[list[str]]:
+    """Names of this package's Triton kernels that are compiled meanwhile."""
+    from triton import knobs
+
+    names: list[str] = []
+    before = knobs.runtime.jit_post_compile_hook
+
+    def note(**kwargs: Any) -> Any:
+        kernel = kwargs["fn"]
+        module = kernel.jit_function.fn.__module__
+        if module.startswith("vllm_ddtree"):
+            names.append(f"{module}.{kernel.name}: {kwargs.get('repr')}")
+        return before(**kwargs) if before is not None else None
+
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+
+
+def count_replays(llm: LLM) -> Counter[tuple[int, int]]:
+    """Counts the target's FULL graphs from now on, by (requests in the graph, running)."""
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    manager, step_of = runner.cudagraph_manager, runner.model_state.runtime
+    counts: Counter[tuple[int, int]] = Counter()
+    if manager is None:
+        return counts
+    run = manager.run_fullgraph
+
+    def count(desc: Any) -> Any:
+        counts[desc.num_reqs, step_of.step.num_reqs] += 1
+        return run(desc)
+
+    manager.run_fullgraph = count
+    return counts
+
+
+def serve(pair: Pair, speculation: dict[str, Any], **engine: Any) -> Served:
+    """The mix through an engine of its own."""
+    import torch
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    with open_engine(pair.target, speculation, **{**ENGINE, **engine}) as llm:
+        replays = count_replays(llm)
+        with kernels_compiled() as compiled:
+            result = generate(llm, *requests())
+        left, _ = torch.cuda.mem_get_info()
+    return Served(result, replays, compiled, (free - left) / total)
+
+
+def gaps(pair: Pair, texts: Sequence[tuple[list[int], list[int]]], **engine: Any) -> list[float]:
+    """How far each token of the texts is below the target's own first choice there, in logits."""
+    from vllm import SamplingParams
+
+    keys = {**ENGINE, "enforce_eager": True, "max_model_len": 1280, **engine}
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
+    distinct = sorted({(tuple(prompt), tuple(text)) for prompt, text in texts})
+    whole = [[*prompt, *text] for prompt, text in distinct]
+    judged = run_engine(pair.target, None, whole, params, **keys)
+    found = []
+    for output, (prompt, text) in zip(judged.outputs, distinct, strict=True):
+        assert output.prompt_logprobs is not None
+        for place, token in enumerate(text, start=len(prompt)):
+            choices = output.prompt_logprobs[place]
+            assert choices is not None
+            best = max(choice.logprob for choice in choices.values())
+            found.append(best - choices[token].logprob)
+    return found
+
+
+def check_gaps(found: Sequence[float]) -> None:
+    """Nothing but rounding: few tokens are not the first choice, and those nearly are."""
+    assert max(found) <= TIE
+    assert sum(gap > 0 for gap in found) < 0.1 * len(found)
