@@ -8,7 +8,11 @@ from typing import Any
 
 from vllm import envs
 
-from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS, SUPPORTED_MLA_BACKENDS
+from vllm_ddtree.attention.supported import (
+    FP8_CACHES,
+    SUPPORTED_BACKENDS,
+    SUPPORTED_MLA_BACKENDS,
+)
 from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.config import DDTreeConfig
 from vllm_ddtree.graphs.sizes import (
@@ -72,6 +76,10 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
         ("--return-sampling-mask", model.return_sampling_mask),
         ("--watermark-config", vllm_config.watermark_config is not None),
         ("--enable-prompt-embeds", model.enable_prompt_embeds),
+        (
+            "--compilation-config pass_config.fuse_attn_quant",
+            vllm_config.compilation_config.pass_config.fuse_attn_quant,
+        ),
     ):
         if value:
             _refuse(flag, value, "leave it out")
@@ -87,8 +95,8 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     elif backend is not None and backend.name not in SUPPORTED_BACKENDS:
         _refuse("--attention-backend", backend.name, f"use {' or '.join(SUPPORTED_BACKENDS[:2])}")
     cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
-        _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto")
+    if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8_CACHES):
+        _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto or set it to fp8")
     _check_token_budget(engine_args, vllm_config, spec)
     _plan_graphs(engine_args, vllm_config, spec)
 

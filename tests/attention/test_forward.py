@@ -53,7 +53,7 @@ class CausalBackend:
         self.num_kv_heads = batch.key.shape[1]
         self.num_heads, self.head_size = batch.query.shape[1:]
         self.num_queries_per_kv = self.num_heads // self.num_kv_heads
-        self.scale = batch.scale
+        self.scale, self.kv_cache_dtype = batch.scale, "auto"
 
     def plain_forward(self, *args: Any) -> torch.Tensor:
         self.calls += 1

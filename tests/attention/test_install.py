@@ -58,7 +58,10 @@ def make_layer(kind: Any = Attention, impl: dict[str, Any] | None = None, **give
         ({"impl": {"alibi_slopes": torch.ones(2)}}, "ALiBi"),
         ({"impl": {"chunk_lookback": 1}}, "chunked attention"),
         ({"head_size_v": 32}, "value heads"),
-        ({"kv_cache_torch_dtype": torch.uint8, "kv_cache_dtype": "fp8"}, "KV cache dtype fp8"),
+        (
+            {"kv_cache_torch_dtype": torch.uint8, "kv_cache_dtype": "fp8_e5m2"},
+            "KV cache dtype fp8_e5m2",
+        ),
         ({"kv_sharing_target_layer_name": "layers.0"}, "shared with another layer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -69,6 +72,13 @@ def test_refused_by_name(layer: dict[str, Any], what: str) -> None:
     message = str(caught.value)
     assert "target layer layers.7.attn" in message and what in message and "\n" not in message
     assert "use method dflash" in message or "set --" in message
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3"])
+def test_fp8_caches_are_taken(kv_cache_dtype: str) -> None:
+    given: dict[str, Any] = {"kv_cache_torch_dtype": torch.uint8, "kv_cache_dtype": kv_cache_dtype}
+    check_layer("layers.7.attn", make_layer(**given))
+    check_layer("layers.7.attn", make_latent_layer(**given))
 
 
 def test_windows_soft_caps_and_sinks_reach_the_layers() -> None:
@@ -121,7 +131,10 @@ def make_latent_layer(kind: Any = MLAAttention, impl: Any = TritonMLAImpl, **giv
             {"impl": CPUMLAImpl, "attn_backend": CPUMLABackend},
             ["attention backend CPU_MLA", "set --attention-backend to TRITON_MLA"],
         ),
-        ({"kv_cache_dtype": "fp8"}, ["KV cache dtype fp8", "set --kv-cache-dtype auto"]),
+        (
+            {"kv_cache_dtype": "fp8_ds_mla"},
+            ["KV cache dtype fp8_ds_mla", "set --kv-cache-dtype to auto or fp8"],
+        ),
         ({"use_sparse": True}, ["sparse", "use method dflash"]),
         ({"sliding_window": 64}, ["sliding window", "use method dflash"]),
     ],

@@ -190,7 +190,10 @@ def make_batch(
     )
 
 
-def in_dtype(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The view in another dtype with the same strides (``to`` would make it contiguous)."""
-    out = torch.empty_strided(view.shape, view.stride(), dtype=dtype)
+def in_dtype(
+    view: torch.Tensor, dtype: torch.dtype, like: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The view in another dtype with its strides, or another's (``to`` may change them)."""
+    strides = (view if like is None else like).stride()
+    out = torch.empty_strided(view.shape, strides, dtype=dtype)
     return out.copy_(view)

@@ -261,7 +261,11 @@ def test_a_longer_block_allows_a_deeper_tree(tmp_path: Path) -> None:
             {"max_num_batched_tokens": 24, "max_num_seqs": 2, "enable_chunked_prefill": True},
             ["--max-num-batched-tokens=24", "budget=auto", "at least"],
         ),
-        ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype=fp8", "auto"]),
+        ({"kv_cache_dtype": "fp8_e5m2"}, ["--kv-cache-dtype=fp8_e5m2", "set it to fp8"]),
+        (
+            {"compilation_config": {"pass_config": {"fuse_attn_quant": True}}},
+            ["pass_config.fuse_attn_quant=True", "leave it out"],
+        ),
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )

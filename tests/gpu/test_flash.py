@@ -46,6 +46,7 @@ def test_trees(window: int, soft_cap: float, with_sinks: bool, in_graph: bool) -
     impl: Any = TreeFlashAttentionImpl.__new__(TreeFlashAttentionImpl)
     impl.num_heads, impl.num_kv_heads, impl.num_queries_per_kv = 8, 2, 4
     impl.head_size, impl.scale, impl.sinks = 128, batch.scale, sinks
+    impl.kv_cache_dtype = "auto"
     impl.tree_variant = Variant(window, window if window <= DEPTH else 0, soft_cap)
     impl.vllm_flash_attn_version = get_flash_attn_version(
         head_size=128, has_sinks=with_sinks, requires_softcap=bool(soft_cap)

@@ -9,9 +9,11 @@ reference.
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_ddtree.attention.reference import tree_attention_reference
+from vllm_ddtree.attention.scales import scales_of
 from vllm_ddtree.attention.variant import Variant
 
 FORM = "PyTorch reference"
@@ -36,12 +38,15 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         there = slots >= 0
         slots = slots[there]
         block_size = kv_cache.shape[2]
-        rows = torch.cat([key[:n], value[:n]], dim=-1)[there].to(kv_cache.dtype)
+        scales = scales_of(self, layer, key.dtype)
+        if scales is not None:
+            key, value = _to_fp8(key, scales.key), _to_fp8(value, scales.value)
+        rows = torch.cat([key[:n], value[:n]], dim=-1)[there]
         kv_cache[slots // block_size, :, slots % block_size] = rows
 
     def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         query: torch.Tensor,  # [T, Hq, Dh]
         key: torch.Tensor,
         value: torch.Tensor,
@@ -57,6 +62,11 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         tree = attn_metadata.tree
         n = attn_metadata.num_actual_tokens
         key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        scale, value_scale = self.scale, 1.0
+        if scales_of(self, layer, query.dtype) is not None:
+            fp8 = current_platform.fp8_dtype()
+            key_cache, value_cache = key_cache.view(fp8), value_cache.view(fp8)
+            scale, value_scale = scale * layer._k_scale_float, layer._v_scale_float
         none = torch.zeros_like(attn_metadata.seq_lens)
         output[:n] = tree_attention_reference(
             query[:n],
@@ -67,9 +77,17 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
             attn_metadata.seq_lens,
             none if tree is None else tree.tail_lens,
             query.new_zeros(n, 1, dtype=torch.int32) if tree is None else tree.masks[:n],
-            self.scale,
+            scale,
             self.tree_variant.window,
             self.tree_variant.soft_cap,
             self.sinks,
         )
+        output[:n] *= value_scale
         return output
+
+
+def _to_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The bytes of rows [T, Hkv, Dh] in vLLM's fp8, saturated as its kernels do it."""
+    fp8 = current_platform.fp8_dtype()
+    largest = torch.finfo(fp8).max
+    return (rows / scales[:, None]).clamp(-largest, largest).to(fp8).view(torch.uint8)

@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm_ddtree.attention.forward import tree_forward
 from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.prefix_pass import triton_prefix
+from vllm_ddtree.attention.scales import Scales
 from vllm_ddtree.attention.variant import Variant
 
 FORM = "FlashAttention prefix + Triton tail"
@@ -36,10 +37,13 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         attn_metadata: Any,
         tree: TreeMetadata,
         output: torch.Tensor,
+        scales: Scales | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `tree_forward`."""
         if self.tree_variant.window:
-            return triton_prefix(self, query, key_cache, value_cache, attn_metadata, tree, output)
+            return triton_prefix(
+                self, query, key_cache, value_cache, attn_metadata, tree, output, scales
+            )
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
@@ -61,7 +65,22 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
             scheduler_metadata=(None if tree.has_plain_rows else attn_metadata.scheduler_metadata),
             fa_version=self.vllm_flash_attn_version,
             num_splits=attn_metadata.max_num_splits,
+            **_descales(scales, query, tree.prefix_lens.shape[0]),
         )
+
+
+def _descales(scales: Scales | None, query: torch.Tensor, num_reqs: int) -> dict[str, torch.Tensor]:
+    """The scales as FlashAttention takes them, [num_reqs, Hkv] each."""
+    if scales is None:
+        return {}
+    descales = {
+        "k_descale": scales.key.expand(num_reqs, -1),
+        "v_descale": scales.value.expand(num_reqs, -1),
+    }
+    # FlashAttention 4 on Hopper takes queries in the model's dtype.
+    if query.dtype != scales.dtype:
+        descales["q_descale"] = scales.query.expand(num_reqs, -1)
+    return descales
 
 
 def _canonical(cache: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,16 @@
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
+from vllm_ddtree.attention.scales import scales_of
 from vllm_ddtree.attention.tail import tail_attention
 
 
 def tree_forward(
     self: Any,
     layer: torch.nn.Module,
-    query: torch.Tensor,  # [T, Hq, Dh]
+    query: torch.Tensor,  # [T, Hq, Dh], fp8 where the layer has quantised it
     key: torch.Tensor | None,  # [T, Hkv, Dh]; None: the cache holds them already
     value: torch.Tensor | None,
     kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * Dh]
@@ -25,15 +27,18 @@ def tree_forward(
 
     The implementation is a subclass of the backend's (by single inheritance, so that a layer's own
     object can become one), with its forward as `plain_forward`, which serves rows outside trees,
-    and `tree_prefix(query, key_cache, value_cache, attn_metadata, tree, output)`, the attention of
-    the tree rows to the keys before their tree:
+    and `tree_prefix(query, key_cache, value_cache, attn_metadata, tree, output, scales)`, the
+    attention of the tree rows to the keys before their tree:
 
         query, output           [T, Hq, Dh]; output may be written to if all rows are in trees
         key_cache, value_cache  [num_blocks, block_size, Hkv, Dh], any strides
+        scales                  of an fp8 cache, else None
         returns                 output and log-sum-exp as `tail_attention` takes them, of scores
                                 with the layer's window and soft-cap, without its sinks
 
     Both passes read the layer's `tree_variant`; the implementation's `sinks` join in the tail.
+    A quantised cache is what the tail reads, too: as in plain decoding, a row sees the rounded keys
+    and values of its ancestors.
     """
     tree = getattr(attn_metadata, "tree", None)
     if tree is None or tree.has_plain_rows:
@@ -54,10 +59,15 @@ def tree_forward(
     query, out = query[:n], output[:n]
     # (B, H, N, 2*D) -> ((B, N, H, D), (B, N, H, D))
     key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+    scales = scales_of(self, layer, out.dtype)
+    if scales is not None:
+        # vLLM keeps them as bytes.
+        key_cache = key_cache.view(current_platform.fp8_dtype())
+        value_cache = value_cache.view(current_platform.fp8_dtype())
     prefix_out, prefix_lse = self.tree_prefix(
-        query, key_cache, value_cache, attn_metadata, tree, out
+        query, key_cache, value_cache, attn_metadata, tree, out, scales
     )
-    fresh = key is not None and value is not None
+    fresh = scales is None and key is not None and value is not None
     tail_attention(
         query,
         key[:n] if fresh else key_cache,  # type: ignore[index]
@@ -76,5 +86,6 @@ def tree_forward(
         window=self.tree_variant.tail_window,
         soft_cap=self.tree_variant.soft_cap,
         sinks=self.sinks,
+        scales=scales,
     )
     return output

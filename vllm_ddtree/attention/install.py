@@ -16,7 +16,11 @@ from vllm.v1.attention.backend import AttentionType
 
 from vllm_ddtree.attention.latent_metadata import latent_tree_builder
 from vllm_ddtree.attention.metadata import tree_builder
-from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS, SUPPORTED_MLA_BACKENDS
+from vllm_ddtree.attention.supported import (
+    FP8_CACHES,
+    SUPPORTED_BACKENDS,
+    SUPPORTED_MLA_BACKENDS,
+)
 from vllm_ddtree.attention.variant import variant_of
 from vllm_ddtree.runtime import Runtime
 
@@ -66,6 +70,12 @@ def _refuse(name: str, what: str, fix: str) -> ValueError:
     return ValueError(f"method ddtree cannot verify trees in target layer {name}: {what}; {fix}")
 
 
+def _refuse_cache(name: str, layer: Any) -> ValueError:
+    return _refuse(
+        name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype to auto or fp8"
+    )
+
+
 def check_layer(name: str, layer: Any) -> None:
     """Raise ValueError for a target layer whose attention cannot be a tree's."""
     elsewhere = "use method dflash for this target"
@@ -96,8 +106,8 @@ def check_layer(name: str, layer: Any) -> None:
         raise _refuse(name, "chunked attention", elsewhere)
     if layer.head_size_v != layer.head_size:
         raise _refuse(name, "value heads of another size than key heads", elsewhere)
-    if layer.kv_cache_torch_dtype != layer.dtype:
-        raise _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype auto")
+    if layer.kv_cache_torch_dtype != layer.dtype and layer.kv_cache_dtype not in FP8_CACHES:
+        raise _refuse_cache(name, layer)
     if layer.kv_sharing_target_layer_name is not None:
         raise _refuse(name, "a KV cache shared with another layer", elsewhere)
     if getattr(impl, "fa4_hd256", False):
@@ -119,8 +129,8 @@ def _check_latent_layer(name: str, layer: Any) -> None:
         raise _refuse(name, f"attention backend {backend}", "set --attention-backend to TRITON_MLA")
     if layer.sliding_window is not None:
         raise _refuse(name, "latent attention with a sliding window", elsewhere)
-    if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
-        raise _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype auto")
+    if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16", *FP8_CACHES):
+        raise _refuse_cache(name, layer)
 
 
 def target_layers(vllm_config: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def latent_attention(
     tail: Tail,
     out: torch.Tensor,
     scale: float,
+    cache_scale: torch.Tensor | None = None,
 ) -> None:
     """Write the attention output of a tail's rows; other rows stay as they are.
 
@@ -46,9 +47,10 @@ def latent_attention(
     block_table   int32 [num_reqs, max_blocks]
     slot_mapping  int64 [>= T]
     out           [T, Hq, rank]
+    cache_scale   float32, one element: what the numbers of an fp8 cache are multiplied by
     """
     num_reqs, packed = block_table.shape[0], tail.max_len * query.shape[1]
-    block_m = tile_rows(packed, cache.shape[-1] * cache.element_size(), out.device)
+    block_m = tile_rows(packed, cache.shape[-1] * query.element_size(), out.device)
     segments = latent_segments(num_reqs, packed, block_m, num_sms(out.device))
     # Inside a FULL graph these come from the graph's own pool.
     if segments == 1:
@@ -69,6 +71,7 @@ def latent_attention(
         scale,
         tail.max_len,
         block_m,
+        cache_scale,
     )
     latent_tail(
         query,
@@ -84,4 +87,5 @@ def latent_attention(
         scale,
         num_reqs,
         tail.max_len,
+        cache_scale,
     )

@@ -28,6 +28,7 @@ def latent_prefix(
     scale: float,
     max_tail: int,
     block_m: int,
+    cache_scale: torch.Tensor | None = None,
 ) -> None:
     """Write output and log-sum-exp of the tail rows over keys [0, prefix_len); other rows stay.
 
@@ -42,15 +43,13 @@ def latent_prefix(
     lse              float32 [P, Hq, T]; natural logarithm
     max_tail         upper bound of tail_lens
     block_m          (row, head) pairs of one program, see ``tile_rows``
+    cache_scale      float32, one element: what the numbers of an fp8 cache are multiplied by
 
     An empty prefix or segment gives lse -inf and leaves its part of out as it is.
 
-    Raises ValueError if the cache's dtype is not the query's, or an innermost stride is not 1.
+    Raises ValueError if dtypes do not fit (see ``check_dtypes``), or an innermost stride is not 1.
     """
-    if not query.dtype == query_rope.dtype == cache.dtype:
-        raise ValueError(
-            f"query {query.dtype}, {query_rope.dtype} and cache {cache.dtype} must agree"
-        )
+    check_dtypes(query, query_rope, cache, cache_scale)
     if {t.stride(-1) for t in (query, query_rope, cache, out)} != {1}:
         raise ValueError("query, cache and output must be contiguous in their last dimension")
 
@@ -62,6 +61,7 @@ def latent_prefix(
         query,
         query_rope,
         cache,
+        cache_scale,
         block_table,
         tail_ends,
         tail_lens,
@@ -84,9 +84,26 @@ def latent_prefix(
         BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
         BLOCK_M=block_m,
         BLOCK_N=32,
+        SCALED=cache_scale is not None,
         num_warps=8 if block_m > 16 else 4,
         num_stages=num_stages(block_m, cache),
     )
+
+
+def check_dtypes(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    cache_scale: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless the cache has the queries' dtype, or is fp8 and has a scale."""
+    scaled = cache.is_floating_point() and cache.element_size() == 1
+    if query.dtype != query_rope.dtype or (not scaled and query.dtype != cache.dtype):
+        raise ValueError(
+            f"query {query.dtype}, {query_rope.dtype} and cache {cache.dtype} must agree"
+        )
+    if scaled != (cache_scale is not None):
+        raise ValueError(f"a scale is for an fp8 cache, which needs one: this is {cache.dtype}")
 
 
 @functools.cache
@@ -101,7 +118,7 @@ def _shared_memory(device: torch.device) -> int:
 def tile_rows(num_packed_rows: int, row_bytes: int, device: torch.device) -> int:
     """(row, head) pairs of one program: the tall tile reads keys less often, where it fits.
 
-    row_bytes  bytes of one cached row
+    row_bytes  bytes of one cached row in the queries' dtype
     """
     # An accumulator of 64 x 512 fits the registers of eight warps, beside 16-bit operands.
     tall = _fits(64, row_bytes, device) and row_bytes <= 1280
@@ -110,7 +127,8 @@ def tile_rows(num_packed_rows: int, row_bytes: int, device: torch.device) -> int
 
 def num_stages(block_m: int, cache: torch.Tensor) -> int:
     """2, to load keys while others are multiplied, where the shared memory holds both; else 1."""
-    row_bytes = cache.shape[-1] * cache.element_size()
+    # An fp8 row is multiplied in 16 bits.
+    row_bytes = cache.shape[-1] * max(2, cache.element_size())
     return 2 if _fits(block_m, row_bytes, cache.device) else 1
 
 
@@ -137,6 +155,7 @@ def _latent_prefix_kernel(
     query,  # [T, GROUP, RANK]
     query_rope,  # [T, GROUP, ROPE]
     cache,  # [num_blocks, BLOCK_SIZE, RANK + ROPE]
+    cache_scale,  # [] if SCALED
     block_table,  # [R, max_blocks]
     tail_ends,  # [R]
     tail_lens,  # [R]
@@ -166,6 +185,7 @@ def _latent_prefix_kernel(
     BLOCK_ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     segment = (tl.program_id(1) % num_segments).to(tl.int64)
@@ -208,6 +228,8 @@ def _latent_prefix_kernel(
         mask=valid[:, None] & in_rope[None, :],
         other=0.0,
     )
+    if SCALED:
+        scale_log2 *= tl.load(cache_scale)
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -229,6 +251,9 @@ def _latent_prefix_kernel(
             mask=in_prefix[None, :] & in_rope[:, None],
             other=0.0,
         )
+        if SCALED:
+            latent = latent.to(q.dtype)
+            k_rope = k_rope.to(q.dtype)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         scores += tl.dot(q_rope, k_rope, input_precision="ieee")
         scores = tl.where(in_prefix[None, :], scores * scale_log2, float("-inf"))
@@ -242,6 +267,8 @@ def _latent_prefix_kernel(
         running_max = new_max
 
     acc = acc / running_sum[:, None]
+    if SCALED:
+        acc *= tl.load(cache_scale)
     tl.store(
         out
         + segment * out_stride_p

@@ -9,7 +9,7 @@ it, as a chain's and a prefill's do.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.attention.latent_prefix import num_stages
+from vllm_ddtree.attention.latent_prefix import check_dtypes, num_stages
 from vllm_ddtree.attention.prefix import LOG2_E
 
 
@@ -27,6 +27,7 @@ def latent_tail(
     scale: float,
     num_reqs: int,
     max_tail: int,
+    cache_scale: torch.Tensor | None = None,
 ) -> None:
     """Write the attention output of the tail rows; other rows stay as they are.
 
@@ -42,14 +43,13 @@ def latent_tail(
                   read
     out           [T, Hq, rank]
     max_tail      upper bound of tail_lens
+    cache_scale   float32, one element: what the numbers of an fp8 cache are multiplied by;
+                  prefix_out holds it already
 
-    Raises ValueError if dtypes differ, an innermost stride is not 1, or the masks have fewer than
-    ``max_tail`` bits.
+    Raises ValueError if dtypes do not fit (see ``check_dtypes``), an innermost stride is not 1, or
+    the masks have fewer than ``max_tail`` bits.
     """
-    if not query.dtype == query_rope.dtype == cache.dtype:
-        raise ValueError(
-            f"query {query.dtype}, {query_rope.dtype} and cache {cache.dtype} must agree"
-        )
+    check_dtypes(query, query_rope, cache, cache_scale)
     if {t.stride(-1) for t in (query, query_rope, cache, prefix_out, out)} != {1}:
         raise ValueError("tensors must be contiguous in their last dimension")
     if row_masks is not None and row_masks.shape[1] * 32 < max_tail:
@@ -65,6 +65,7 @@ def latent_tail(
         query,
         query_rope,
         cache,
+        cache_scale,
         slot_mapping,
         row_masks,
         tail_ends,
@@ -82,6 +83,7 @@ def latent_tail(
         *prefix_lse.stride(),
         *out.stride()[:2],
         CAUSAL=row_masks is None,
+        SCALED=cache_scale is not None,
         BLOCK_SIZE=cache.shape[1],
         GROUP=group,
         RANK=rank,
@@ -101,6 +103,7 @@ def _latent_tail_kernel(
     query,  # [T, GROUP, RANK]
     query_rope,  # [T, GROUP, ROPE]
     cache,  # [num_blocks, BLOCK_SIZE, RANK + ROPE]
+    cache_scale,  # [] if SCALED
     slot_mapping,  # [T]
     row_masks,  # [T, W], or None if CAUSAL
     tail_ends,  # [R]
@@ -126,6 +129,7 @@ def _latent_tail_kernel(
     out_stride_t,
     out_stride_h,
     CAUSAL: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
@@ -167,6 +171,9 @@ def _latent_tail_kernel(
         mask=valid[:, None] & in_rope[None, :],
         other=0.0,
     )
+    if SCALED:
+        value_scale = tl.load(cache_scale)
+        scale_log2 *= value_scale
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -207,6 +214,9 @@ def _latent_tail_kernel(
             mask=in_tail[None, :] & in_rope[:, None],
             other=0.0,
         )
+        if SCALED:
+            latent = latent.to(q.dtype)
+            k_rope = k_rope.to(q.dtype)
         if CAUSAL:
             sees = own[:, None] >= node[None, :]
         else:
@@ -224,7 +234,10 @@ def _latent_tail_kernel(
         decay = tl.exp2(running_max - safe_max)
         running_sum = running_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        acc += tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
+        part = tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
+        if SCALED:
+            part *= value_scale
+        acc += part
         running_max = new_max
 
     acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]

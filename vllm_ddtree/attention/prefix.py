@@ -13,6 +13,8 @@ parallel (flash decoding): a small batch alone would leave most of a GPU idle.
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.attention.scales import Scales, check_dtypes
+
 LOG2_E = 1.4426950408889634
 
 
@@ -31,6 +33,7 @@ def prefix_attention(
     positions: torch.Tensor | None = None,
     window: int = 0,
     soft_cap: float = 0.0,
+    scales: Scales | None = None,
 ) -> None:
     """Write output and log-sum-exp of the tree rows over keys [0, prefix_len); other rows stay.
 
@@ -48,17 +51,15 @@ def prefix_attention(
     window           positions that a row sees, its own included; 0: all. Keys before the root's
                      window are not read
     soft_cap         scores s become soft_cap * tanh(s / soft_cap); 0: they stay
+    scales           of an fp8 cache, and of fp8 queries
 
     An empty prefix or segment, and one that lies outside a row's window, gives out 0 and lse -inf.
     ``choose_num_segments`` says how many segments fill a GPU.
 
-    Raises ValueError if the cache's dtype is not the query's, an innermost stride is not 1, or a
-    window comes without positions.
+    Raises ValueError if dtypes do not fit (see ``check_dtypes``), an innermost stride is not 1, or
+    a window comes without positions.
     """
-    if not query.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(
-            f"query {query.dtype}, keys {k_cache.dtype} and values {v_cache.dtype} must agree"
-        )
+    dtype = check_dtypes(query, k_cache, v_cache, scales)
     if {t.stride(-1) for t in (query, k_cache, v_cache, out)} != {1}:
         raise ValueError("query, caches and output must be contiguous in the head dimension")
     if window and positions is None:
@@ -70,7 +71,7 @@ def prefix_attention(
     group = query.shape[1] // num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_size))
     # What fits the registers: 16-bit heads of up to 128 take tall tiles.
-    fits = query.element_size() == 2 and block_d <= 128
+    fits = dtype.itemsize == 2 and block_d <= 128
     block_m = min(128 if fits else 32, packed_rows_block(max_tail * group))
     block_n = 64 if fits else 32
     num_segments = out.shape[0]
@@ -88,6 +89,8 @@ def prefix_attention(
         tail_lens,
         prefix_lens,
         positions if window else None,
+        scales.tensors() if scales else None,
+        scales.strides() if scales else None,
         out,
         lse,
         scale * LOG2_E,
@@ -106,6 +109,8 @@ def prefix_attention(
         BLOCK_N=block_n,
         WINDOW=window,
         SOFT_CAP=soft_cap,
+        SCALED=scales is not None,
+        DOT=getattr(tl, str(dtype).removeprefix("torch.")),
         num_warps=8 if block_m == 128 else 4,
         num_stages=2,
     )
@@ -153,6 +158,8 @@ def _prefix_attention_kernel(
     tail_lens,  # [R]
     prefix_lens,  # [R]
     positions,  # [T] if WINDOW
+    scales,  # if SCALED: of query, key and value, [Hkv] each
+    scale_strides,
     out,  # [num_segments, T, Hq, HEAD_SIZE]
     lse,  # [num_segments, Hq, T]
     scale_log2,  # softmax scale * log2(e)
@@ -180,6 +187,8 @@ def _prefix_attention_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,  # 0: none
+    SCALED: tl.constexpr,
+    DOT: tl.constexpr,  # dtype of the products' factors
 ):
     req = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -203,6 +212,11 @@ def _prefix_attention_kernel(
         mask=in_tile,
         other=0.0,
     )
+    if SCALED:
+        scale_log2 *= tl.load(scales[1] + kv_head * scale_strides[1])
+        if q.dtype.is_fp8():
+            scale_log2 *= tl.load(scales[0] + kv_head * scale_strides[0])
+        q = q.to(DOT)
 
     prefix_len = tl.load(prefix_lens + req)
     first_key = 0
@@ -243,6 +257,9 @@ def _prefix_attention_kernel(
             mask=in_prefix[:, None] & in_head[None, :],
             other=0.0,
         )
+        if SCALED:
+            k = k.to(DOT)
+            v = v.to(DOT)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
         if SOFT_CAP > 0:
             scores = soft_capped(scores, SOFT_CAP)
@@ -264,6 +281,8 @@ def _prefix_attention_kernel(
 
     empty = running_sum == 0.0
     acc = acc / tl.where(empty, 1.0, running_sum)[:, None]
+    if SCALED:
+        acc *= tl.load(scales[2] + kv_head * scale_strides[2])
     tl.store(
         out
         + segment * out_stride_p

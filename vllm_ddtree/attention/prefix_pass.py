@@ -9,6 +9,7 @@ from vllm.triton_utils import triton
 
 from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
+from vllm_ddtree.attention.scales import Scales
 
 FORM = "Triton prefix + Triton tail"
 
@@ -52,6 +53,7 @@ def triton_prefix(
     attn_metadata: Any,
     tree: TreeMetadata,
     output: torch.Tensor,
+    scales: Scales | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`tree_prefix` of any implementation (see `tree_forward`)."""
     variant = self.tree_variant
@@ -75,5 +77,6 @@ def triton_prefix(
         tree.positions,
         variant.window,
         variant.soft_cap,
+        scales,
     )
     return prefix_out, prefix_lse

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention backends of vLLM on which the target's trees can be verified."""
+"""Attention backends and caches of vLLM on which the target's trees can be verified."""
 
 SUPPORTED_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
 SUPPORTED_MLA_BACKENDS = ("TRITON_MLA",)
 """For targets with multi-head latent attention."""
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""vLLM's two names of caches in 8-bit floating point with one scale a layer, or a KV head."""

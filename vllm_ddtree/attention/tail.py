@@ -10,6 +10,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.attention.prefix import LOG2_E, packed_rows_block, soft_capped
+from vllm_ddtree.attention.scales import Scales, check_dtypes
 
 
 def tail_attention(
@@ -30,6 +31,7 @@ def tail_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """Write the attention output of the tree rows; rows outside trees stay as they are.
 
@@ -53,12 +55,12 @@ def tail_attention(
     soft_cap         as in ``prefix_attention``, which must have got the same
     sinks            [Hq], any float dtype: one more score a head in the softmax's denominator,
                      neither scaled nor capped; counted here, so the prefix part must not hold it
+    scales           of an fp8 cache, and of fp8 queries; prefix_out holds them already
 
-    Raises ValueError if dtypes of query, key and value differ, an innermost stride is not 1, the
+    Raises ValueError if dtypes do not fit (see ``check_dtypes``), an innermost stride is not 1, the
     masks have fewer than ``max_tail`` bits, or a window comes without positions.
     """
-    if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query {query.dtype}, key {key.dtype} and value {value.dtype} must agree")
+    dtype = check_dtypes(query, key, value, scales)
     if {t.stride(-1) for t in (query, key, value, row_masks, prefix_out, out)} != {1}:
         raise ValueError("tensors must be contiguous in their last dimension")
     if row_masks.shape[1] * 32 < max_tail:
@@ -82,9 +84,7 @@ def tail_attention(
     num_reqs = query_start_loc.shape[0] - 1
     block_m = 16
     if not small_tiles:
-        block_m = _tile_rows(
-            num_reqs * num_kv_heads, max_tail * group, block_d, query.element_size()
-        )
+        block_m = _tile_rows(num_reqs * num_kv_heads, max_tail * group, block_d, dtype.itemsize)
     grid = (num_reqs, num_kv_heads, triton.cdiv(max_tail * group, block_m))
     _tail_attention_kernel[grid](
         query,
@@ -96,6 +96,8 @@ def tail_attention(
         slot_mapping,
         positions if window else None,
         sinks,
+        scales.tensors() if scales else None,
+        scales.strides() if scales else None,
         prefix_out,
         prefix_lse,
         out,
@@ -120,6 +122,8 @@ def tail_attention(
         WINDOW=window,
         SOFT_CAP=soft_cap,
         SINKS=sinks is not None,
+        SCALED=scales is not None,
+        DOT=getattr(tl, str(dtype).removeprefix("torch.")),
         num_warps=4,
         num_stages=2,
     )
@@ -153,6 +157,8 @@ def _tail_attention_kernel(
     slot_mapping,  # [T] if PAGED
     positions,  # [T] if WINDOW
     sinks,  # [Hq] if SINKS
+    scales,  # if SCALED: of query, key and value, [Hkv] each
+    scale_strides,
     prefix_out,  # [NUM_SEGMENTS, T, Hq, HEAD_SIZE]
     prefix_lse,  # [NUM_SEGMENTS, Hq, T]
     out,  # [T, Hq, HEAD_SIZE]
@@ -185,6 +191,8 @@ def _tail_attention_kernel(
     WINDOW: tl.constexpr,  # 0: none
     SOFT_CAP: tl.constexpr,  # 0: none
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    DOT: tl.constexpr,  # dtype of the products' factors
 ):
     req = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -208,6 +216,12 @@ def _tail_attention_kernel(
         mask=in_tile,
         other=0.0,
     )
+    if SCALED:
+        scale_log2 *= tl.load(scales[1] + kv_head * scale_strides[1])
+        if q.dtype.is_fp8():
+            scale_log2 *= tl.load(scales[0] + kv_head * scale_strides[0])
+        value_scale = tl.load(scales[2] + kv_head * scale_strides[2])
+        q = q.to(DOT)
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -264,6 +278,9 @@ def _tail_attention_kernel(
             mask=in_tail[:, None] & in_head[None, :],
             other=0.0,
         )
+        if SCALED:
+            k = k.to(DOT)
+            v = v.to(DOT)
         word = tl.load(row_masks + row * mask_stride + first // 32, mask=valid, other=0)
         sees = ((word[:, None] >> (node % 32)[None, :]) & 1) != 0
         sees = sees & in_tail[None, :]
@@ -282,7 +299,10 @@ def _tail_attention_kernel(
         decay = tl.exp2(running_max - safe_max)
         running_sum = running_sum * decay + tl.sum(weights, 1)
         acc = acc * decay[:, None]
-        acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        part = tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        if SCALED:
+            part *= value_scale
+        acc += part
         running_max = new_max
 
     acc = acc / tl.where(running_sum == 0.0, 1.0, running_sum)[:, None]

@@ -4,6 +4,7 @@
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
 from vllm_ddtree import compat
@@ -27,7 +28,7 @@ class TreeTritonMLAImpl(TritonMLAImpl):
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_c_and_k_pe_cache: torch.Tensor,  # [num_blocks, block_size, rank + rope]
+        kv_c_and_k_pe_cache: torch.Tensor,  # [num_blocks, block_size, rank + rope], or fp8
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -39,6 +40,8 @@ class TreeTritonMLAImpl(TritonMLAImpl):
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         rank = self.kv_lora_rank
         query, rope = q if isinstance(q, tuple) else (q[..., :rank], q[..., rank:])
+        fp8 = kv_c_and_k_pe_cache.dtype == current_platform.fp8_dtype()
+        cache_scale = layer._k_scale if fp8 else None
         # Padding rows belong to no tail, and what they hold goes on through the model.
         out = query.new_zeros(*query.shape[:2], rank)
         for tail in attn_metadata.tails:
@@ -51,5 +54,6 @@ class TreeTritonMLAImpl(TritonMLAImpl):
                 tail,
                 out,
                 self.scale,
+                cache_scale,
             )
         return out, None

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 caches and fp8 weights in vLLM's engine, with CUDA graphs.
+
+Half precision and fp8 round by the batch's shape, so a text may leave plain decoding's where the
+target's best tokens are nearly equal (see benchmarks/exactness.py). Elsewhere it may not.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when vLLM first starts
+
+from benchmarks.exactness import first_difference, read_prompts
+from tests.conftest import Pair
+from tests.engine import models
+from tests.gpu import test_latent_engine as latent
+from vllm_ddtree.testing.engine import Result, generate, open_engine
+
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("fp8 (e4m3) needs compute capability 8.9", allow_module_level=True)
+
+# Of two tokens' log-probs: what rounding moves them by is a fraction of it.
+NEAR_TIE = 0.3
+ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "gpu_memory_utilization": 0.3,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+
+
+@functools.cache
+def code_of(target: Path) -> list[list[int]]:
+    import transformers
+
+    prompts = read_prompts(8, 64, transformers.AutoTokenizer.from_pretrained(target))
+    assert len(prompts) == 8
+    return prompts
+
+
+def greedy(max_tokens: int, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def run_ddtree(
+    pair: Pair,
+    budget: int,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    cache_dtype: torch.dtype,
+    **engine: Any,
+) -> Result:
+    """The prompts' texts; the caches, target's and drafter's, must have this dtype."""
+    spec = {"method": "ddtree", "model": str(pair.drafter), "budget": budget}
+    with open_engine(pair.target, spec, **engine) as llm:
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        assert {layer.is_draft_layer for layer in layers} == {False, True}
+        assert {layer.kv_cache.dtype for layer in layers} == {cache_dtype}
+        result = generate(llm, prompts, greedy(max_tokens))
+    print(pair.name, engine, "acceptance length", result.counters.acceptance_length)
+    assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
+    return result
+
+
+def assert_plain_decoding(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[list[int]],
+    share: float,
+    **engine: Any,
+) -> None:
+    """The texts are those of the same engine without speculation, but for near-ties; more than this
+    share of all tokens comes before these.
+    """
+    length = len(texts[0])
+    with open_engine(pair.target, None, **engine) as llm:
+        plain = generate(llm, prompts, greedy(length, logprobs=5))
+    same, gaps = 0, []
+    for got, want, output in zip(texts, plain.token_ids, plain.outputs, strict=True):
+        at = first_difference(got, want)
+        same += length if at is None else at
+        if at is not None:
+            scores = output.outputs[0].logprobs[at]
+            other = scores[got[at]].logprob if got[at] in scores else float("-inf")
+            gaps.append(scores[want[at]].logprob - other)
+    print(pair.name, engine, f"same: {same} of {length * len(texts)} tokens, gaps", gaps)
+    assert max(gaps, default=0.0) < NEAR_TIE
+    assert same > share * length * len(texts)
+
+
+@functools.cache
+def acceptance_with_bfloat16(pair: Pair) -> float:
+    engine = {**ENGINE, "attention_backend": "FLASH_ATTN"}
+    result = run_ddtree(pair, 31, code_of(pair.target), 128, torch.bfloat16, **engine)
+    return result.counters.acceptance_length
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_fp8_cache(backend: str, small_pair: Pair) -> None:
+    """Plain decoding's text with the same cache; the acceptance that a bfloat16 cache gives."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_supports_kv_cache_dtype
+
+    if not flash_attn_supports_kv_cache_dtype("fp8", head_size=128):
+        pytest.skip("FlashAttention, which the drafter runs on, reads no fp8 cache on this GPU")
+    prompts = code_of(small_pair.target)
+    engine = {**ENGINE, "attention_backend": backend, "kv_cache_dtype": "fp8"}
+    result = run_ddtree(small_pair, 31, prompts, 128, torch.uint8, **engine)
+    assert_plain_decoding(small_pair, prompts, result.token_ids, 0.5, **engine)
+    # Where texts part, they differ in how easily they are drafted.
+    assert result.counters.acceptance_length > 0.85 * acceptance_with_bfloat16(small_pair)
+
+
+def test_fp8_cache_of_latents(tmp_path: Path) -> None:
+    pair = latent.deepseek_v2(tmp_path)
+    lens = (300, 3, 33, 16, 1, 120, 64, 7, 40, 9)
+    prompts = [[(7 * i * i + i * n) % models.VOCABULARY for i in range(n)] for n in lens]
+    engine = {**latent.ENGINE, "kv_cache_dtype": "fp8"}
+    result = run_ddtree(pair, 15, prompts, 32, torch.uint8, **engine)
+    # Random weights: nearly equal choices are common.
+    assert_plain_decoding(pair, prompts, result.token_ids, 0.2, **engine)
+
+
+def test_fp8_weights(small_pair: Pair) -> None:
+    """Of the target alone, with one activation scale a token: rows do not depend on each other."""
+    prompts = code_of(small_pair.target)
+    engine = {**ENGINE, "quantization": "fp8_per_channel"}
+    result = run_ddtree(small_pair, 31, prompts, 128, torch.bfloat16, **engine)
+    assert_plain_decoding(small_pair, prompts, result.token_ids, 0.5, **engine)
+    # The drafter was trained for the weights before they were rounded.
+    assert result.counters.acceptance_length > 0.7 * acceptance_with_bfloat16(small_pair)
