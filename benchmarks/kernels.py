@@ -130,6 +130,7 @@ def make_cases(
     choices = torch.zeros(total, dtype=torch.int64, device=device)
     verified = torch.full((total,), -1, dtype=torch.int64, device=device)
     sampled = torch.empty(batch, depth + 1, dtype=torch.int64, device=device)
+    facts = torch.empty_like(sampled)
     num_sampled = torch.empty(batch, dtype=torch.int32, device=device)
     path_rows = torch.zeros(batch, depth + 1, dtype=torch.int32, device=device)
     path_lens = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -205,6 +206,7 @@ def make_cases(
             rows.path,
             uncounted,
             meter.counts[1:],
+            facts,
         )
 
     def tail() -> None:

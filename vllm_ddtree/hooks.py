@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts DDTree into the model runner of a process in which a DDTree configuration exists."""
+"""Puts DDTree into the model runner, and into the metrics, of a process in which a DDTree
+configuration exists."""
 
 from typing import Any
 
@@ -18,6 +19,7 @@ def install() -> None:
     except compat.SeamError as error:
         raise ValueError(f"method 'ddtree' cannot be used: {error}") from error
     compat.hook_runner(is_ddtree, _make_speculator, _make_model_state, _core_ready, _auto_tiers)
+    compat.hook_metrics(is_ddtree, _make_metrics, _max_depth)
 
 
 def is_ddtree(speculative_config: Any) -> bool:
@@ -32,12 +34,17 @@ def _make_speculator(vllm_config: Any, device: Any) -> Any:
 
 
 def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
+    from vllm_ddtree.metrics.rounds import with_facts
     from vllm_ddtree.model_state import make_model_state
 
+    compat.hook_outputs(with_facts)
     return make_model_state(vllm_config, model, encoder_cache, device)
 
 
 def _core_ready(engine_core: Any) -> None:
+    from vllm_ddtree.metrics import scheduler
+
+    scheduler.attach(engine_core)
     if engine_core.vllm_config.speculative_config.auto_budget:
         from vllm_ddtree.budget import auto, cost
 
@@ -48,3 +55,15 @@ def _auto_tiers(schedule: Any) -> list[int] | None:
     from vllm_ddtree.budget.auto import SCHEDULE, TIERS
 
     return [0, *TIERS] if [tuple(entry) for entry in schedule] == SCHEDULE else None
+
+
+def _make_metrics(stat_loggers: list[Any], speculative_config: Any) -> Any:
+    from vllm_ddtree.metrics.frontend import TreeMetrics
+
+    return TreeMetrics(stat_loggers, speculative_config)
+
+
+def _max_depth(speculative_config: Any) -> int:
+    from vllm_ddtree.metrics.frontend import max_depth
+
+    return max_depth(speculative_config)

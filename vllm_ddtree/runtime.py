@@ -9,6 +9,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_ddtree.attention.rows import RowBuffers
@@ -40,6 +41,8 @@ class Step:
     """[num_reqs + 1] int32."""
     slot_mappings: torch.Tensor | None = None
     """[num_kv_groups, num_tokens] int64, the target's slots by row."""
+    forms: np.ndarray | None = None
+    """uint8 [num_reqs]: how each request verifies (metrics/rounds.py); None in a graph's capture."""
 
 
 @dataclass

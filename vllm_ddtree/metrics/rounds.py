@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted of a round, and how it travels between vLLM's processes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+
+class Form(IntEnum):
+    """How a request verified in a round, and why."""
+
+    TREE = 0
+    PARAMETERS = 1
+    PROCESSORS = 2
+    MIXED = 3
+    ONE_NODE = 4
+    BUDGET_0 = 5
+    NO_DRAFTS = 6
+
+
+LABELS: dict[Form, tuple[str, str]] = {
+    Form.TREE: ("tree", ""),
+    Form.PARAMETERS: ("chain", "sampling parameters"),
+    Form.PROCESSORS: ("chain", "logits processors"),
+    Form.MIXED: ("chain", "mixed step"),
+    Form.ONE_NODE: ("chain", "one node"),
+    Form.BUDGET_0: ("none", "budget 0"),
+    Form.NO_DRAFTS: ("none", "no drafts"),
+}
+"""(form, reason) of the metrics' labels."""
+
+
+def step_forms(chain: np.ndarray, all_chain: bool, as_chains: bool) -> np.ndarray:
+    """Forms of a step's requests, as far as the host knows.
+
+    Args:
+        chain: [num_reqs], not 0 where a request verifies a spine for what its sampling needs.
+        all_chain: whether that is so for the sake of the engine's logits processors.
+        as_chains: whether the step turned its trees into chains.
+
+    Returns:
+        uint8 [num_reqs].
+
+    """
+    asked = Form.PROCESSORS if all_chain else Form.PARAMETERS
+    return np.where(chain != 0, asked, Form.MIXED if as_chains else Form.TREE).astype(np.uint8)
+
+
+@dataclass
+class StepFacts:
+    """A verify step, by request in the order of `ModelRunnerOutput.req_ids`; P = depth + 1."""
+
+    forms: np.ndarray
+    """uint8 [num_reqs], of `step_forms`."""
+    walked: np.ndarray
+    """uint8 [num_reqs, P], the walk's facts: the nodes that could be accepted, then the rank of
+    each accepted one."""
+
+
+def with_facts(get_output: Callable[[Any], Any], async_output: Any) -> Any:
+    """vLLM's output of a step (its AsyncOutput.get_output), with the facts of a verify step.
+
+    They come in the right half of the sampled tokens (TreeRejectionSampler) and leave as an
+    attribute, which goes with the output through pickle.
+    """
+    forms = getattr(async_output.sampler_output, "forms", None)
+    if forms is None:
+        return get_output(async_output)
+    wide = async_output.sampled_token_ids  # NumPy int64 [num_reqs, 2 P]; may still be on its way
+    half = wide.shape[1] // 2
+    async_output.sampled_token_ids = wide[:, :half]
+    output = get_output(async_output)
+    output.ddtree_facts = StepFacts(forms, wide[:, half:].astype(np.uint8))
+    return output
+
+
+@dataclass
+class RoundCounts:
+    """Counts of one step, or of many."""
+
+    budget: int
+    """Nodes a request that the last step had to draft."""
+    nodes: int
+    rounds: np.ndarray
+    """int64 [len(Form)]."""
+    ranks: np.ndarray
+    """int64 [top_k]: accepted nodes by their rank among their position's candidates, best first."""
+
+    @classmethod
+    def none(cls, top_k: int) -> "RoundCounts":
+        """Nothing counted."""
+        return cls(0, 0, np.zeros(len(Form), np.int64), np.zeros(top_k, np.int64))
+
+    def add(self, other: "RoundCounts") -> None:
+        """Add a later step's counts."""
+        self.budget = other.budget
+        self.nodes += other.nodes
+        self.rounds += other.rounds
+        self.ranks += other.ranks
+
+    def pack(self) -> list[int]:
+        """As numbers, for `unpack`."""
+        return [self.budget, self.nodes, *self.rounds.tolist(), *self.ranks.tolist()]
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[int]) -> "RoundCounts":
+        """The counts that `pack` gave."""
+        budget, nodes, *rest = numbers
+        counts = np.array(rest, np.int64)
+        return cls(budget, nodes, counts[: len(Form)], counts[len(Form) :])
