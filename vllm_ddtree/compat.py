@@ -7,8 +7,8 @@ in `SEAMS` and looked up from here; moving to the next vLLM release means editin
 - `check()` proves, without importing the heavy modules, that every seam is there (at `register()`).
 - `hook_engine_args()` replaces the entry points through which a configuration is made (light).
 - `hook_runner()` replaces the two factories of Model Runner V2, `hook_outputs()` and
-  `hook_metrics()` the places that statistics pass. They run only in a process in which a DDTree configuration exists, so that an
-  installed plugin changes nothing for other methods.
+  `hook_metrics()` the places that statistics pass. They run only in a process in which a DDTree
+  configuration exists, so that an installed plugin changes nothing for other methods.
 
 Every replacement calls the original for a configuration that is not DDTree's.
 """

@@ -42,7 +42,7 @@ class Step:
     slot_mappings: torch.Tensor | None = None
     """[num_kv_groups, num_tokens] int64, the target's slots by row."""
     forms: np.ndarray | None = None
-    """uint8 [num_reqs]: how each request verifies (metrics/rounds.py); None in a graph's capture."""
+    """uint8 [num_reqs]: how each request verifies (metrics/rounds.py); None in a capture."""
 
 
 @dataclass

@@ -144,12 +144,18 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is replaced calls vLLM's own function for every configuration that is not DDTree's."""
     from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm
     from vllm.v1.worker.gpu import model_runner, model_states, spec_decode
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from vllm_ddtree import hooks, plugin
+    from vllm_ddtree import compat, hooks, plugin
+    from vllm_ddtree.metrics.rounds import with_facts
 
     plugin.register()
-    hooks.install()
+    for _ in range(2):
+        hooks.install()
+        compat.hook_outputs(with_facts)
     for owner, name in (
         (EngineArgs, "create_speculative_config"),
         (EngineArgs, "create_engine_config"),
@@ -158,6 +164,10 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
         (model_states, "init_model_state"),
         (model_runner, "init_speculator"),
         (model_runner, "init_model_state"),
+        (AsyncOutput, "get_output"),
+        (StatLoggerManager, "__init__"),
+        (StatLoggerManager, "record"),
+        (SpecDecodingProm, "__init__"),
     ):
         hook = getattr(owner, name)
         original = hook._vllm_ddtree_original

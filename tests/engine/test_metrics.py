@@ -31,11 +31,11 @@ def read(llm: LLM) -> tuple[Tally[tuple[str, ...]], float]:
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:ddtree_")
         if name == "budget":
-            budget = metric.value  # type: ignore[attr-defined]
+            budget = metric.value
         elif name != metric.name:
             keys = ("form", "reason", "depth", "rank")
             labels = [metric.labels[key] for key in keys if key in metric.labels]
-            counts[name, *labels] = metric.value  # type: ignore[attr-defined]
+            counts[(name, *labels)] = metric.value
     return counts, budget
 
 
@@ -60,7 +60,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO)
     engine = {"max_num_seqs": 4, "per_request_spec_decode_metrics": "detailed"}
     with open_engine(NANO.target, SPEC, **engine) as llm:
-        core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        core = llm.llm_engine.engine_core.engine_core
         assert type(core.scheduler).__name__ == "AsyncScheduler"
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         before, _ = read(llm)

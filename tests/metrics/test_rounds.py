@@ -138,7 +138,7 @@ def test_counts_against_a_plain_reference() -> None:
         output = ModelRunnerOutput(
             [names[i] for i in order], {names[i]: row for row, i in enumerate(order)}, sampled
         )
-        output.ddtree_facts = StepFacts(forms, walked)  # type: ignore[attr-defined]
+        output.ddtree_facts = StepFacts(forms, walked)
         budget = scheduled.num_spec_tokens_to_schedule
         sent = scheduler.update_from_output(scheduled, pickle.loads(pickle.dumps(output)))
         assert sent is not None
