@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 DEPTH, LENGTH = 7, 9
+BUDGETS = {1: 12, 2: 1, 3: 0, 5: 12}
+"""Nodes in the last step of so many requests."""
 SPEC = {
     "method": "ddtree",
     "model": str(NANO.drafter),
-    "budget_per_batch_size": [[1, 1, 12], [2, 2, 1], [3, 4, 0]],
+    "budget_per_batch_size": [[1, 1, 12], [2, 2, 1], [3, 3, 0], [4, 4, 5]],
 }
 
 
@@ -74,7 +76,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
             counts, before = now - before, now
             steps = [output.outputs[0].spec_decode_metrics for output in result.outputs]
             agree(counts, result.counters, steps)
-            assert budget == {1: 12, 2: 1, 3: 0, 4: 0}[len(params)]
+            assert budget == BUDGETS[len(params)]
             return {key[1:]: n for key, n in counts.items() if key[0] == "rounds"}, counts
 
         rounds, counts = run(greedy(40))
@@ -90,6 +92,9 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         assert rounds.keys() == {("chain", "one node")}
         rounds, _ = run(*[greedy(LENGTH)] * 3)
         assert rounds == {("none", "budget 0"): 3 * (LENGTH - 1)}
+        # The fifth one's prefill comes beside three others' drafts; the longest ends alone.
+        rounds, _ = run(*[greedy(n) for n in (LENGTH, 60, 40, 40, LENGTH)])
+        assert rounds["chain", "mixed step"] == 3
 
         llm.llm_engine.do_log_stats()
     lines = [m for m in caplog.messages if m.startswith("SpecDecoding metrics: ")]
@@ -99,7 +104,7 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         for number, form, reason in re.findall(r"(\d+) (\w+)(?: \((.*?)\))?", words):
             logged["rounds", form, reason] += int(number)
     assert logged == {key: n for key, n in before.items() if key[0] == "rounds" and n}
-    assert "Budget: 0" in lines[-1]
+    assert "Budget: 12" in lines[-1]
     rates = re.findall(r"Per-position acceptance rate: ([0-9., ]+), Avg", " ".join(lines))
     assert rates and all(len(each.split(", ")) == DEPTH for each in rates)
     assert any("Accepted by rank: 0." in line or "Accepted by rank: 1." in line for line in lines)
