@@ -9,11 +9,11 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm_ddtree.attention.rows import RowBuffers
 from vllm_ddtree.budget.meter import Meter
+from vllm_ddtree.metrics.rounds import StepForms
 from vllm_ddtree.tree.buffers import TreeBuffers
 
 
@@ -41,8 +41,8 @@ class Step:
     """[num_reqs + 1] int32."""
     slot_mappings: torch.Tensor | None = None
     """[num_kv_groups, num_tokens] int64, the target's slots by row."""
-    forms: np.ndarray | None = None
-    """uint8 [num_reqs]: how each request verifies (metrics/rounds.py); None in a capture."""
+    forms: StepForms | None = None
+    """How each request verifies; None in a graph's capture."""
 
 
 @dataclass

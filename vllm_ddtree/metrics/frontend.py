@@ -75,7 +75,7 @@ class TreeProm:
             # vLLM has a position for every node; none beyond the depth is ever reached.
             for counter, number in zip(counters, numbers, strict=False):
                 if number:
-                    counter.inc(int(number))
+                    counter.inc(number)
 
 
 class TreeLogging(SpecDecodingLogging):
@@ -118,17 +118,17 @@ class TreeLogging(SpecDecodingLogging):
 
     def _words(self) -> str:
         counts = self._counts
-        rounds = {LABELS[form]: int(counts.rounds[form]) for form in sorted(LABELS)}
+        rounds = {LABELS[form]: counts.rounds[form] for form in sorted(LABELS)}
         parts = [
             f"{number} {form} ({reason})" if reason else f"{number} {form}"
             for (form, reason), number in rounds.items()
             if number
         ]
         words = f"Budget: {counts.budget}, Rounds: {', '.join(parts)}"
-        if accepted := int(counts.ranks.sum()):
-            shares = counts.ranks / accepted
+        if accepted := sum(counts.ranks):
+            shares = [number / accepted for number in counts.ranks]
             ranks = ", ".join(f"{share:.3f}" for share in shares[:RANKS_IN_LOG])
-            words += f", Accepted by rank: {ranks}, beyond {shares[RANKS_IN_LOG:].sum():.3f}"
+            words += f", Accepted by rank: {ranks}, beyond {sum(shares[RANKS_IN_LOG:]):.3f}"
         return words
 
 

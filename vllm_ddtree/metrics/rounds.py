@@ -33,28 +33,36 @@ LABELS: dict[Form, tuple[str, str]] = {
 """(form, reason) of the metrics' labels."""
 
 
-def step_forms(chain: np.ndarray, all_chain: bool, as_chains: bool) -> np.ndarray:
-    """Forms of a step's requests, as far as the host knows.
+@dataclass
+class StepForms:
+    """How a step's requests verify, as far as the host knows."""
+
+    chain: np.ndarray
+    """int32 [num_reqs], not 0 where a request verifies a spine for what its sampling needs."""
+    asked: Form
+    """The form of those that do."""
+    others: Form
+    """The form of those that do not."""
+
+
+def step_forms(chain: np.ndarray, all_chain: bool, as_chains: bool) -> StepForms:
+    """Forms of a step's requests.
 
     Args:
-        chain: [num_reqs], not 0 where a request verifies a spine for what its sampling needs.
+        chain: int32 [num_reqs], as in `StepForms`.
         all_chain: whether that is so for the sake of the engine's logits processors.
         as_chains: whether the step turned its trees into chains.
 
-    Returns:
-        uint8 [num_reqs].
-
     """
     asked = Form.PROCESSORS if all_chain else Form.PARAMETERS
-    return np.where(chain != 0, asked, Form.MIXED if as_chains else Form.TREE).astype(np.uint8)
+    return StepForms(chain, asked, Form.MIXED if as_chains else Form.TREE)
 
 
 @dataclass
 class StepFacts:
     """A verify step, by request in the order of `ModelRunnerOutput.req_ids`; P = depth + 1."""
 
-    forms: np.ndarray
-    """uint8 [num_reqs], of `step_forms`."""
+    forms: StepForms
     walked: np.ndarray
     """uint8 [num_reqs, P], the walk's facts: the nodes that could be accepted, then the rank of
     each accepted one."""
@@ -84,30 +92,29 @@ class RoundCounts:
     budget: int
     """Nodes a request that the last step had to draft."""
     nodes: int
-    rounds: np.ndarray
-    """int64 [len(Form)]."""
-    ranks: np.ndarray
-    """int64 [top_k]: accepted nodes by their rank among their position's candidates, best first."""
+    rounds: list[int]
+    """By form."""
+    ranks: list[int]
+    """[top_k], accepted nodes by their rank among their position's candidates, best first."""
 
     @classmethod
     def none(cls, top_k: int) -> "RoundCounts":
         """Nothing counted."""
-        return cls(0, 0, np.zeros(len(Form), np.int64), np.zeros(top_k, np.int64))
+        return cls(0, 0, [0] * len(Form), [0] * top_k)
 
     def add(self, other: "RoundCounts") -> None:
         """Add a later step's counts."""
         self.budget = other.budget
         self.nodes += other.nodes
-        self.rounds += other.rounds
-        self.ranks += other.ranks
+        self.rounds = [a + b for a, b in zip(self.rounds, other.rounds, strict=True)]
+        self.ranks = [a + b for a, b in zip(self.ranks, other.ranks, strict=True)]
 
     def pack(self) -> list[int]:
         """As numbers, for `unpack`."""
-        return [self.budget, self.nodes, *self.rounds.tolist(), *self.ranks.tolist()]
+        return [self.budget, self.nodes, *self.rounds, *self.ranks]
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> "RoundCounts":
         """The counts that `pack` gave."""
         budget, nodes, *rest = numbers
-        counts = np.array(rest, np.int64)
-        return cls(budget, nodes, counts[: len(Form)], counts[len(Form) :])
+        return cls(budget, nodes, rest[: len(Form)], rest[len(Form) :])

@@ -8,10 +8,8 @@ step's counts go behind the positions of `SpecDecodingStats.num_accepted_tokens_
 
 from typing import Any
 
-import numpy as np
-
 from vllm_ddtree import compat
-from vllm_ddtree.metrics.rounds import Form, RoundCounts, StepFacts
+from vllm_ddtree.metrics.rounds import Form, RoundCounts
 
 
 class RoundCounter:
@@ -28,33 +26,45 @@ class RoundCounter:
         self._requests = scheduler.requests
         self._num_spec_tokens = scheduler.num_spec_tokens
         self._top_k = top_k
-        self._budget = self._drafted = scheduler.num_spec_tokens
-        self._facts: StepFacts | None = None
+        self._budget = scheduler.num_spec_tokens
         self._index: dict[str, int] = {}
-        self._seen: list[tuple[int, int]] = []
-        self._undrafted = 0
+        # By request, in the order of the index: its form, and the walk's facts of it.
+        self._forms: list[Form] = []
+        self._walked: list[list[int]] = []
+        self._counts: RoundCounts | None = None
 
     def step(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """A step's output has come and is about to be counted by vLLM."""
-        self._facts = getattr(model_runner_output, "ddtree_facts", None)
         self._index = model_runner_output.req_id_to_index
         lengths = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafted = self._budget
         if lengths:
-            # A step verifies what the one before it had to draft.
-            self._drafted = self._budget
             self._budget = scheduler_output.num_spec_tokens_to_schedule
-        if self._facts is not None:
+        facts = getattr(model_runner_output, "ddtree_facts", None)
+        if facts is not None:
+            forms = facts.forms
+            self._forms = [forms.asked if c else forms.others for c in forms.chain.tolist()]
+            self._walked = facts.walked.tolist()
             # Rows that were scheduled and hold no node are no draft tokens.
-            nodes = self._facts.walked[:, 0].tolist()
             scheduler_output.num_invalid_spec_tokens = {
-                request_id: len(tokens) - nodes[self._index[request_id]]
+                request_id: len(tokens) - self._walked[self._index[request_id]][0]
                 for request_id, tokens in drafts.items()
                 if request_id in self._index
             }
         if len(drafts) < len(lengths):
-            undrafted = (r for r, n in lengths.items() if n == 1 and r not in drafts)
-            self._undrafted += sum(map(self._decodes, undrafted))
+            # A step verifies what the one before it had to draft.
+            form = Form.NO_DRAFTS if drafted else Form.BUDGET_0
+            for request_id, length in lengths.items():
+                if length == 1 and request_id not in drafts and self._decodes(request_id):
+                    self._started().rounds[form] += 1
+
+    def _started(self) -> RoundCounts:
+        """The step's counts so far."""
+        if self._counts is None:
+            self._counts = RoundCounts.none(self._top_k)
+            self._counts.budget = self._budget
+        return self._counts
 
     def _decodes(self, request_id: str) -> bool:
         """Whether a request that is still there has had its first token."""
@@ -63,32 +73,21 @@ class RoundCounter:
 
     def round(self, request_id: str, num_accepted: int) -> None:
         """vLLM counts a request's draft of the step."""
-        self._seen.append((self._index[request_id], num_accepted))
-
-    def take(self) -> RoundCounts | None:
-        """The step's counts, None without a round. They count from nothing afterwards."""
-        if not self._seen and not self._undrafted:
-            return None
-        counts = RoundCounts.none(self._top_k)
-        counts.budget = self._budget
-        counts.rounds[Form.NO_DRAFTS if self._drafted else Form.BUDGET_0] += self._undrafted
-        if self._seen and self._facts is not None:
-            index, accepted = np.array(self._seen).T
-            forms, walked = self._facts.forms[index], self._facts.walked[index]
-            nodes, ranks = walked[:, 0], walked[:, 1:]
-            forms = np.where((forms == Form.TREE) & (nodes == 1), Form.ONE_NODE, forms)
-            forms = np.where(nodes == 0, Form.NO_DRAFTS, forms)
-            counts.nodes = int(nodes.sum())
-            counts.rounds += np.bincount(forms, minlength=len(Form))
-            on_path = np.arange(ranks.shape[1]) < accepted[:, None]
-            counts.ranks += np.bincount(ranks[on_path], minlength=self._top_k)
-        self._seen.clear()
-        self._undrafted = 0
-        return counts
+        at, counts = self._index[request_id], self._started()
+        form, (nodes, *ranks) = self._forms[at], self._walked[at]
+        if nodes == 0:
+            form = Form.NO_DRAFTS
+        elif nodes == 1 and form == Form.TREE:
+            form = Form.ONE_NODE
+        counts.rounds[form] += 1
+        counts.nodes += nodes
+        for rank in ranks[:num_accepted]:
+            counts.ranks[rank] += 1
 
     def put_counts(self, stats: Any) -> Any:
-        """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them."""
-        counts = self.take()
+        """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them; they
+        count from nothing afterwards."""
+        counts, self._counts = self._counts, None
         if counts is None:
             return stats
         if stats is None:

@@ -11,7 +11,6 @@ sequence: committed length + depth. So a seeded request gets the tokens it gets 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
@@ -26,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_ddtree import compat
+from vllm_ddtree.metrics.rounds import StepForms
 from vllm_ddtree.runtime import Runtime
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
 
@@ -34,8 +34,7 @@ from vllm_ddtree.sampler.walk import path_logit_rows, walk
 class TreeSamplerOutput(SamplerOutput):
     """vLLM's output of a step's sampling, and how each request verified."""
 
-    forms: np.ndarray | None = None
-    """uint8 [num_reqs] (metrics/rounds.py)."""
+    forms: StepForms | None = None
 
 
 class TreeRejectionSampler(RejectionSampler):
