@@ -130,6 +130,7 @@ def make_cases(
     choices = torch.zeros(total, dtype=torch.int64, device=device)
     verified = torch.full((total,), -1, dtype=torch.int64, device=device)
     sampled = torch.empty(batch, depth + 1, dtype=torch.int64, device=device)
+    facts = torch.empty_like(sampled)
     num_sampled = torch.empty(batch, dtype=torch.int32, device=device)
     path_rows = torch.zeros(batch, depth + 1, dtype=torch.int32, device=device)
     path_lens = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -206,6 +207,7 @@ def make_cases(
             no_chain,
             trees.claims[:, 0],
             meter.accepted(as_chains=False),
+            facts,
         )
 
     def tail() -> None:

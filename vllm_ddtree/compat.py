@@ -6,8 +6,9 @@ in `SEAMS` and looked up from here; moving to the next vLLM release means editin
 
 - `check()` proves, without importing the heavy modules, that every seam is there (at `register()`).
 - `hook_engine_args()` replaces the entry points through which a configuration is made (light).
-- `hook_runner()` replaces the two factories of Model Runner V2. It runs only in a process in which
-  a DDTree configuration exists, so that an installed plugin changes nothing for other methods.
+- `hook_runner()` replaces the two factories of Model Runner V2, `hook_outputs()` and
+  `hook_metrics()` the places that statistics pass. They run only in a process in which a DDTree
+  configuration exists, so that an installed plugin changes nothing for other methods.
 
 Every replacement calls the original for a configuration that is not DDTree's.
 """
@@ -19,6 +20,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -46,7 +48,26 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "sort_batch_req_ids",
     ),
     "vllm.v1.engine.core": ("EngineCore.__init__", "EngineCore._initialize_kv_caches"),
-    "vllm.v1.core.sched.scheduler": ("Scheduler.update_from_output",),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.update_from_output",
+        "Scheduler.make_spec_decoding_stats",
+        "Scheduler.make_stats",
+    ),
+    "vllm.v1.worker.gpu.async_utils": ("AsyncOutput.get_output",),
+    "vllm.v1.metrics.loggers": (
+        "StatLoggerManager.__init__",
+        "StatLoggerManager.record",
+        "LoggingStatLogger",
+        "PrometheusStatLogger._counter_cls",
+        "PrometheusStatLogger._gauge_cls",
+    ),
+    "vllm.v1.spec_decode.metrics": (
+        "SpecDecodingProm.__init__",
+        "SpecDecodingLogging.observe",
+        "SpecDecodingLogging.log",
+        "SpecDecodingLogging.reset",
+        "SpecDecodingStats.num_accepted_tokens_per_pos",
+    ),
     "vllm.v1.worker.gpu_worker": ("Worker.sleep", "Worker.wake_up"),
     # Subclassed.
     "vllm.config.speculative": (
@@ -90,6 +111,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.sample.sampler": ("Sampler.sample", "Sampler.get_logprobs_dims"),
     "vllm.v1.worker.gpu.sample.logprob": ("compute_topk_scores",),
     "vllm.v1.worker.gpu.input_batch": ("get_num_sampled_and_rejected", "InputBatch"),
+    "vllm.v1.worker.gpu.sample.output": ("SamplerOutput",),
     "vllm.v1.worker.gpu.metrics.logits": ("get_num_nans",),
     "vllm.v1.worker.gpu.buffer_utils": ("UvaBackedTensor",),
     "vllm.v1.attention.backends.flash_attn": (
@@ -256,6 +278,13 @@ def reserve_mla_workspace(
 def plans_ahead(builder: type) -> bool:
     """Whether a metadata builder plans its kernel's work (FlashAttention's scheduler metadata)."""
     return hasattr(builder, "_get_scheduler_metadata")
+
+
+def new_spec_decoding_stats(num_spec_tokens: int) -> Any:
+    """vLLM's SpecDecodingStats of a step without any draft."""
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    return SpecDecodingStats.new(num_spec_tokens)
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -508,3 +537,76 @@ def hook_sleep(
 
     _replace(Worker, "sleep", sleep)
     _replace(Worker, "wake_up", wake_up)
+
+
+def hook_outputs(with_facts: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Let what is known of a step leave the runner with its output.
+
+    Args:
+        with_facts: (vLLM's AsyncOutput.get_output, AsyncOutput) -> ModelRunnerOutput.
+
+    """
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+
+    def get_output(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def get(self: Any) -> Any:
+            return with_facts(original, self)
+
+        return get
+
+    _replace(AsyncOutput, "get_output", get_output)
+
+
+def hook_metrics(
+    is_ddtree: Callable[[Any], bool],
+    make_metrics: Callable[[list[Any], Any], Any],
+    max_depth: Callable[[Any], int],
+) -> None:
+    """Let a front-end's loggers see what is counted of the trees.
+
+    Args:
+        is_ddtree: whether a speculative config is DDTree's.
+        make_metrics: (stat loggers, DDTreeConfig) -> an object whose `record(SchedulerStats, engine
+            index)` is called before the loggers see the statistics.
+        max_depth: DDTreeConfig -> the deepest node of a tree.
+
+    """
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm
+
+    def manager_init(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, vllm_config, *args, **kwargs)
+            spec = vllm_config.speculative_config
+            if is_ddtree(spec):
+                self.ddtree_metrics = make_metrics(self.stat_loggers, spec)
+
+        return init
+
+    def manager_record(original: Callable[..., None]) -> Callable[..., None]:
+        def record(
+            self: Any,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int | None = None,
+        ) -> None:
+            if (metrics := getattr(self, "ddtree_metrics", None)) is not None:
+                metrics.record(scheduler_stats, engine_idx)
+            original(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+        return record
+
+    def prom_init(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, speculative_config: Any, *args: Any, **kwargs: Any) -> None:
+            if is_ddtree(speculative_config):
+                # A counter for every position that can be accepted, not for every node.
+                depth = max_depth(speculative_config)
+                speculative_config = SimpleNamespace(num_speculative_tokens=depth)
+            original(self, speculative_config, *args, **kwargs)
+
+        return init
+
+    _replace(StatLoggerManager, "__init__", manager_init)
+    _replace(StatLoggerManager, "record", manager_record)
+    _replace(SpecDecodingProm, "__init__", prom_init)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts DDTree into the model runner of a process in which a DDTree configuration exists."""
+"""Puts DDTree into the model runner, and into the metrics, of a process in which a DDTree
+configuration exists."""
 
 from typing import Any
 
@@ -26,6 +27,7 @@ def install() -> None:
         _captured,
         _before_step,
     )
+    compat.hook_metrics(is_ddtree, _make_metrics, _max_depth)
 
 
 def is_ddtree(speculative_config: Any) -> bool:
@@ -41,14 +43,19 @@ def _make_speculator(vllm_config: Any, device: Any) -> Any:
 
 def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
     from vllm_ddtree import sleep
+    from vllm_ddtree.metrics.rounds import with_facts
     from vllm_ddtree.model_state import make_model_state
 
     # Here, in a worker, vLLM's worker class is loaded already.
     compat.hook_sleep(is_ddtree, sleep.keep, sleep.restore)
+    compat.hook_outputs(with_facts)
     return make_model_state(vllm_config, model, encoder_cache, device)
 
 
 def _core_ready(engine_core: Any) -> None:
+    from vllm_ddtree.metrics import scheduler
+
+    scheduler.attach(engine_core)
     if engine_core.vllm_config.speculative_config.auto_budget:
         from vllm_ddtree.budget import auto, cost
 
@@ -74,3 +81,15 @@ def _before_step(model_state: Any, scheduler_output: Any) -> None:
     from vllm_ddtree.graphs.forms import asks_for_chains
 
     model_state.runtime.chains_asked = asks_for_chains(scheduler_output)
+
+
+def _make_metrics(stat_loggers: list[Any], speculative_config: Any) -> Any:
+    from vllm_ddtree.metrics.frontend import TreeMetrics
+
+    return TreeMetrics(stat_loggers, speculative_config)
+
+
+def _max_depth(speculative_config: Any) -> int:
+    from vllm_ddtree.metrics.frontend import max_depth
+
+    return max_depth(speculative_config)

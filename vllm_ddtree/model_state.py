@@ -18,6 +18,7 @@ from vllm_ddtree import invariants, runtime
 from vllm_ddtree.attention.install import install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
+from vllm_ddtree.metrics.rounds import Form, step_forms
 from vllm_ddtree.runtime import Step
 from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
@@ -157,6 +158,7 @@ class DDTreeStateMixin:
                 rt.depth,
                 batch.num_reqs,
             )
+        form = Form.MIXED if narrow else Form.CHOSEN if chains else Form.TREE
         rt.step = Step(
             # A tree of one node is a chain.
             has_trees=most > 2 and not chains,
@@ -169,6 +171,9 @@ class DDTreeStateMixin:
             req_ids=batch.req_ids,
             query_start_loc=batch.query_start_loc,
             slot_mappings=slot_mappings,
+            forms=None
+            if for_capture
+            else step_forms(self._chain.np[batch.idx_mapping_np], self._all_chain, form),
         )
         prepare_rows(
             rt.trees,

@@ -13,6 +13,7 @@ import torch
 
 from vllm_ddtree.attention.rows import RowBuffers
 from vllm_ddtree.budget.meter import Meter
+from vllm_ddtree.metrics.rounds import StepForms
 from vllm_ddtree.tree.buffers import TreeBuffers
 
 
@@ -40,6 +41,8 @@ class Step:
     """[num_reqs + 1] int32."""
     slot_mappings: torch.Tensor | None = None
     """[num_kv_groups, num_tokens] int64, the target's slots by row."""
+    forms: StepForms | None = None
+    """How each request verifies; None in a graph's capture."""
 
 
 @dataclass

@@ -141,7 +141,7 @@ def test_a_chain_where_it_is_faster() -> None:
 
 def test_no_chain_deeper_than_the_drafter() -> None:
     costs = machine(knee=160)
-    costs.chains = {shape: 0.01 for shape in costs.rounds}
+    costs.chains = dict.fromkeys(costs.rounds, 0.01)
     auto = AutoBudget(costs, max_num_seqs=8, depth=9)
     assert {auto.form(n) for n in range(1, 9)} == {(7, True)}
 

@@ -70,9 +70,8 @@ def check_counters(counters: Counters, result: Result, depth: int, budget: int) 
     assert counters.num_accepted_tokens == sum(accepted)
     assert counters.num_draft_tokens == sum(n for step in steps for n in step.per_step_drafted)
     assert counters.acceptance_length == 1 + sum(accepted) / len(accepted)
-    by_depth = [sum(n > d for n in accepted) for d in range(budget)]
+    by_depth = [sum(n > d for n in accepted) for d in range(min(depth, budget))]
     assert list(counters.per_position) == by_depth
-    assert not any(by_depth[depth:])
 
 
 @pytest.mark.parametrize(
@@ -106,8 +105,7 @@ def test_rounds_are_the_oracles(pair: Pair, budget: int, keys: dict[str, int]) -
         drafted = [r for r in rounds if r.num_nodes]
         metrics = result.outputs[i].outputs[0].spec_decode_metrics
         assert metrics.per_step_accepted == [r.accepted for r in drafted]
-        if not CHAIN[i]:  # a chain's rows are padded up to the budget
-            assert metrics.per_step_drafted == [r.num_nodes for r in drafted]
+        assert metrics.per_step_drafted == [r.num_nodes for r in drafted]
     depth = keys.get("num_speculative_tokens", pair.block_size - 1)
     check_counters(result.counters, result, depth, budget)
 

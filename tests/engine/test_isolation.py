@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from tests.conftest import NANO, Pair
 from tests.engine.harness import PROMPTS, Result, ddtree, dflash, greedy, run_engine
@@ -112,7 +113,13 @@ def test_engines_one_after_another(without: dict[str, Any]) -> None:
         "ngram": NGRAM,
         "tree again": ddtree(pair, 12),
     }
-    results = {name: run(pair, spec) for name, spec in sequence.items()}
+    results, own = {}, {}
+    for name, spec in sequence.items():
+        results[name] = run(pair, spec)
+        # What the process would show in /metrics.
+        own[name] = [m.name for m in REGISTRY.collect() if m.name.startswith("vllm:ddtree_")]
+    for name, metrics in own.items():
+        assert bool(metrics) == (name in ("tree", "smaller", "tree again")), name
     from vllm_ddtree import runtime
 
     plain = results["none"].token_ids
@@ -124,9 +131,8 @@ def test_engines_one_after_another(without: dict[str, Any]) -> None:
     for name, budget, depth in (("tree", 12, 7), ("smaller", 5, 3), ("dflash", 7, 7)):
         counters = results[name].counters
         assert counters.num_draft_tokens == budget * counters.num_drafts, name
-        assert len(counters.per_position) == budget, name
+        assert len(counters.per_position) == depth, name
         assert sum(counters.per_position) == counters.num_accepted_tokens > 0, name
-        assert sum(counters.per_position[:depth]) == counters.num_accepted_tokens, name
     # vLLM's own methods do here what they do in a process that never knew DDTree.
     for name in ("none", "dflash", "ngram"):
         assert counts(results[name]) == without[name]["counts"], name
@@ -138,12 +144,18 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is replaced calls vLLM's own function for every configuration that is not DDTree's."""
     from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.spec_decode.metrics import SpecDecodingProm
     from vllm.v1.worker.gpu import model_runner, model_states, spec_decode
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from vllm_ddtree import hooks, plugin
+    from vllm_ddtree import compat, hooks, plugin
+    from vllm_ddtree.metrics.rounds import with_facts
 
     plugin.register()
-    hooks.install()
+    for _ in range(2):
+        hooks.install()
+        compat.hook_outputs(with_facts)
     for owner, name in (
         (EngineArgs, "create_speculative_config"),
         (EngineArgs, "create_engine_config"),
@@ -152,6 +164,10 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
         (model_states, "init_model_state"),
         (model_runner, "init_speculator"),
         (model_runner, "init_model_state"),
+        (AsyncOutput, "get_output"),
+        (StatLoggerManager, "__init__"),
+        (StatLoggerManager, "record"),
+        (SpecDecodingProm, "__init__"),
     ):
         hook = getattr(owner, name)
         original = hook._vllm_ddtree_original

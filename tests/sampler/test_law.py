@@ -129,11 +129,11 @@ def distinct_walk(
     path_rows: torch.Tensor,
     path_lens: torch.Tensor,
     path: torch.Tensor,
-    *meter: torch.Tensor,
+    *counted: torch.Tensor,
 ) -> None:
     """The walk kernel, launched once for each distinct row of choices (all trees are equal).
 
-    Nothing is counted: `meter` (spines and counts) is left alone.
+    Nothing is counted: `counted` (spines, counts and facts) is left alone.
     """
     num_reqs = len(idx_mapping)
     kinds, kind = torch.unique(choices.view(num_reqs, -1), dim=0, return_inverse=True)

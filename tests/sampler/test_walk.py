@@ -25,6 +25,7 @@ class Walked:
     cu_num_logits: torch.Tensor
     query_start_loc: torch.Tensor
     counts: torch.Tensor
+    facts: torch.Tensor
 
 
 def random_tree(rng: np.random.Generator, budget: int, depth: int, vocab: int) -> Tree:
@@ -68,6 +69,7 @@ def run_walk(
         cu_num_logits=put(cu, torch.int32),
         query_start_loc=put(starts, torch.int32),
         counts=torch.zeros(2, budget + 1, dtype=torch.int64, device=device),
+        facts=filled(num_reqs, depth + 1, dtype=torch.int64),
     )
     spines = torch.zeros(2 * num_reqs + 2, dtype=torch.int32, device=device)
     spines[slots[0]] = 1  # left out of the counts
@@ -89,6 +91,7 @@ def run_walk(
         spines,
         claims,
         out.counts,
+        out.facts,
     )
     check_counts(out, claims.cpu()[slots])
     return out
@@ -140,6 +143,9 @@ def check(walked: Walked, i: int, tree: Tree, choices: np.ndarray) -> int:
     expected = list(range(start, end))
     expected[base - start : base - start + accepted + 1] = [base + row for row in [0, *rows]]
     assert walked.path[start:end].tolist() == expected
+    # For the metrics: nodes that could be accepted, ranks of those that were, nothing else.
+    facts = [int((tree.parents[: last - first] >= 0).sum()), *tree.ranks[rows].tolist()]
+    assert walked.facts[i].tolist() == facts + [-7] * (walked.facts.shape[1] - len(facts))
     return accepted
 
 

@@ -8,6 +8,7 @@ position of the row in the
 sequence: committed length + depth. So a seeded request gets the tokens it gets without speculation.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,16 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_ddtree import compat
+from vllm_ddtree.metrics.rounds import StepForms
 from vllm_ddtree.runtime import Runtime
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
+
+
+@dataclass
+class TreeSamplerOutput(SamplerOutput):
+    """vLLM's output of a step's sampling, and how each request verified."""
+
+    forms: StepForms | None = None
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -55,8 +64,9 @@ class TreeRejectionSampler(RejectionSampler):
         """Accepted tokens and bonus token of every request.
 
         Returns:
-            SamplerOutput with sampled_token_ids [num_reqs, depth + 1] int64, num_sampled = accepted
-            + 1 and num_rejected = drafts - accepted, [num_reqs] int32.
+            sampled_token_ids [num_reqs, 2 * (depth + 1)] int64: accepted tokens and bonus token,
+            then the walk's facts (vLLM looks at the first num_sampled entries alone); num_sampled =
+            accepted + 1 and num_rejected = drafts - accepted, [num_reqs] int32.
 
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
@@ -71,7 +81,10 @@ class TreeRejectionSampler(RejectionSampler):
         )
         checked = drafts if invalid_drafts is None else drafts.masked_fill(invalid_drafts, -1)
         num_reqs = batch.num_reqs
-        sampled = torch.empty(num_reqs, runtime.depth + 1, dtype=torch.int64, device=logits.device)
+        # One tensor, so that vLLM's copy to the host takes the facts along.
+        width = runtime.depth + 1
+        wide = torch.empty(num_reqs, 2 * width, dtype=torch.int64, device=logits.device)
+        sampled, facts = wide[:, :width], wide[:, width:]
         num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
         logprobs_dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
         # In chunks of requests, as vLLM does, to bound the float32 copy of the logits.
@@ -82,7 +95,16 @@ class TreeRejectionSampler(RejectionSampler):
             chunks = compat.request_chunks(cu, limit)
         logprobs = [
             self._verify_chunk(
-                logits, batch, start, end, drafts, checked, sampled, num_sampled, logprobs_dims
+                logits,
+                batch,
+                start,
+                end,
+                drafts,
+                checked,
+                sampled,
+                facts,
+                num_sampled,
+                logprobs_dims,
             )
             for start, end in chunks
         ]
@@ -94,12 +116,13 @@ class TreeRejectionSampler(RejectionSampler):
             batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
-        return SamplerOutput(
-            sampled_token_ids=sampled,
+        return TreeSamplerOutput(
+            sampled_token_ids=wide,
             logprobs_tensors=_join(logprobs, cu),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
+            forms=runtime.step.forms,
         )
 
     def _verify_chunk(
@@ -111,6 +134,7 @@ class TreeRejectionSampler(RejectionSampler):
         drafts: torch.Tensor,  # [num_logits]
         checked: torch.Tensor,  # [num_logits], -1 where a draft may not be accepted
         sampled: torch.Tensor,  # [num_reqs, depth + 1], written for the chunk
+        facts: torch.Tensor,  # [num_reqs, depth + 1], written for the chunk
         num_sampled: torch.Tensor,  # [num_reqs], written for the chunk
         logprobs_dims: tuple[int, int] | None,  # columns: best tokens, logprob_token_ids
     ) -> LogprobsTensors | None:
@@ -145,6 +169,7 @@ class TreeRejectionSampler(RejectionSampler):
             runtime.trees.chain,
             runtime.trees.claims[:, int(runtime.step.as_chains)],
             runtime.meter.accepted(runtime.step.as_chains),
+            facts[start:end],
         )
         if logprobs_dims is None:
             return None

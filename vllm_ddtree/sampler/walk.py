@@ -23,6 +23,7 @@ def walk(
     chain: torch.Tensor | None = None,
     claims: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    facts: torch.Tensor | None = None,
 ) -> None:
     """Follow the target's choices down each request's tree.
 
@@ -49,6 +50,9 @@ def walk(
             counts.
         counts: in/out [2, N] int64 (budget/meter.py): path probability of the verified rows, and
             accepted rows, over requests with two rows or more and no spine.
+        facts: out [num_reqs, P] int64 (metrics/rounds.py): entry 0 the nodes that could be
+            accepted, entry j the rank of path element j among its position's candidates; what lies
+            past the path is left as it is.
 
     """
     num_reqs = idx_mapping.shape[0]
@@ -73,6 +77,8 @@ def walk(
         0 if claims is None else claims.stride(0),
         counts,
         0 if counts is None else counts.stride(0),
+        facts,
+        0 if facts is None else facts.stride(0),
         max_len,
         BLOCK=triton.next_power_of_2(parents.shape[1]),
         num_warps=1,
@@ -91,6 +97,7 @@ def walk(
         "num_sampled_ptr",
         "path_rows_ptr",
         "path_lens_ptr",
+        "facts_ptr",
     ]
 )
 def _walk_kernel(
@@ -113,6 +120,8 @@ def _walk_kernel(
     claims_stride,
     counts_ptr,  # [2, N] or None
     counts_stride,
+    facts_ptr,  # [num_reqs, P] or None
+    facts_stride,
     max_len,
     BLOCK: tl.constexpr,
 ):
@@ -125,8 +134,11 @@ def _walk_kernel(
     row = tl.arange(0, BLOCK)
     is_row = row < num_rows
     draft = tl.load(drafts_ptr + first + row, mask=is_row, other=-1).to(tl.int64)
-    parent = tl.load(parents_ptr + slot * parents_stride + row, mask=is_row, other=-1)
-    parent = tl.where(is_row & (draft >= 0), parent, -1)
+    tree_parent = tl.load(parents_ptr + slot * parents_stride + row, mask=is_row, other=-1)
+    parent = tl.where(draft >= 0, tree_parent, -1)
+    if facts_ptr is not None:
+        facts = facts_ptr + req * facts_stride
+        tl.store(facts, tl.sum((parent >= 0).to(tl.int64), axis=0))
 
     current = tl.full((), 0, tl.int32)
     length = tl.full((), 0, tl.int32)
@@ -142,6 +154,11 @@ def _walk_kernel(
         # Siblings have distinct tokens, so at most one row matches.
         child = tl.max(tl.where((parent == current) & (draft == choice), row, -1), axis=0)
         alive = alive & (child >= 0)
+        if facts_ptr is not None:
+            # Siblings stand in order of rank, none left out.
+            older = (tree_parent == current) & (row < child)
+            rank = tl.sum(older.to(tl.int64), axis=0)
+            tl.store(facts + j + 1, rank, mask=alive & (j + 1 < max_len))
         current = tl.where(alive, child, current)
     tl.store(path_lens_ptr + req, length)
     tl.store(num_sampled_ptr + req, length)

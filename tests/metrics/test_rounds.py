@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counts of rounds against a plain reference, on their way from the runner to the log."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_ddtree.metrics.rounds import (
+    LABELS,
+    Form,
+    RoundCounts,
+    StepFacts,
+    step_forms,
+    with_facts,
+)
+from vllm_ddtree.metrics.scheduler import attach, take_counts
+
+BUDGET, DEPTH, TOP_K = 12, 4, 6
+
+
+class Scheduler:
+    """Those parts of vLLM's that count, as they stand there (v1/core/sched/scheduler.py)."""
+
+    spec_decode_metrics_level = "none"
+    num_spec_tokens = BUDGET
+
+    def __init__(self, log_stats: bool = True) -> None:
+        self.log_stats = log_stats
+        self.requests: dict[str, Any] = {}
+
+    def update_from_output(self, scheduled: Any, output: Any) -> SchedulerStats | None:
+        stats = None
+        for request_id in scheduled.num_scheduled_tokens:
+            tokens = output.sampled_token_ids[output.req_id_to_index[request_id]]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id)
+            if request_id in self.requests and drafts and tokens:
+                stats = self.make_spec_decoding_stats(
+                    stats,
+                    num_draft_tokens=len(drafts),
+                    num_accepted_tokens=len(tokens) - 1,
+                    num_invalid_spec_tokens=scheduled.num_invalid_spec_tokens,
+                    request_id=request_id,
+                )
+        return self.make_stats(stats, None)
+
+    def make_spec_decoding_stats(
+        self,
+        stats: SpecDecodingStats | None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> SpecDecodingStats:
+        stats = stats or SpecDecodingStats.new(BUDGET)
+        num_draft_tokens -= (num_invalid_spec_tokens or {}).get(request_id, 0)
+        stats.observe_draft(num_draft_tokens, num_accepted_tokens)
+        return stats
+
+    def make_stats(self, stats: Any = None, *_: Any) -> SchedulerStats | None:
+        return SchedulerStats(spec_decoding_stats=stats) if self.log_stats else None
+
+
+def attached(**kwargs: Any) -> Scheduler:
+    scheduler = Scheduler(**kwargs)
+    spec = SimpleNamespace(top_k=TOP_K)
+    config = SimpleNamespace(speculative_config=spec)
+    attach(SimpleNamespace(scheduler=scheduler, vllm_config=config))
+    return scheduler
+
+
+def over_the_wire(stats: SchedulerStats) -> SchedulerStats:
+    """As it goes from the engine core to the front-end."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=SchedulerStats)
+
+
+def test_counts_against_a_plain_reference() -> None:
+    """Random steps: trees, chains, one node, none; requests that are gone or still prefill."""
+    rng = np.random.default_rng(1)
+    scheduler = attached()
+    total, budget = RoundCounts.none(TOP_K), BUDGET
+    for _ in range(60):
+        expected, drafts, accepted_nodes = RoundCounts.none(TOP_K), 0, 0
+        num_reqs = int(rng.integers(1, 7))
+        names = [f"r{i}" for i in range(num_reqs)]
+        order = rng.permutation(num_reqs)
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens={},
+            scheduled_spec_decode_tokens={},
+            num_spec_tokens_to_schedule=int(rng.choice([0, 1, 5, BUDGET])),
+            num_invalid_spec_tokens={"r0": 3},  # what the scheduler knows is known better
+        )
+        chain = rng.integers(0, 2, num_reqs)
+        other = Form(rng.choice([Form.TREE, Form.MIXED, Form.CHOSEN]))
+        forms = step_forms(chain[order], False, other)
+        walked = rng.integers(0, TOP_K, (num_reqs, DEPTH + 1)).astype(np.uint8)
+        walked[:, 0] = rng.integers(0, 6, num_reqs)
+        sampled: list[list[int]] = [[] for _ in names]
+        scheduler.requests.clear()
+        for row, i in enumerate(order):
+            request, nodes = names[i], int(walked[row, 0])
+            accepted = int(rng.integers(0, min(nodes, DEPTH) + 1))
+            gone, first = rng.random() < 0.2, rng.random() < 0.2
+            if not gone:
+                scheduler.requests[request] = SimpleNamespace(
+                    is_finished=lambda: False, num_output_tokens=0 if first else 3
+                )
+            if rng.random() < 0.3:  # without drafts
+                scheduled.num_scheduled_tokens[request] = 1
+                sampled[row] = [7]
+                if not gone and not first:
+                    expected.rounds[Form.NO_DRAFTS if budget else Form.BUDGET_0] += 1
+                continue
+            rows = max(1, int(rng.integers(nodes, BUDGET)))
+            scheduled.num_scheduled_tokens[request] = 1 + rows
+            scheduled.scheduled_spec_decode_tokens[request] = [-1] * rows
+            sampled[row] = [7] * (accepted + 1)
+            if gone:
+                continue
+            form = Form.PARAMETERS if chain[i] else other
+            if form == Form.TREE and nodes == 1:
+                form = Form.ONE_NODE
+            expected.rounds[form if nodes else Form.NO_DRAFTS] += 1
+            expected.nodes += nodes
+            for rank in walked[row, 1 : accepted + 1]:
+                expected.ranks[rank] += 1
+            drafts += 1
+            accepted_nodes += accepted
+        output = ModelRunnerOutput(
+            [names[i] for i in order], {names[i]: row for row, i in enumerate(order)}, sampled
+        )
+        output.ddtree_facts = StepFacts(forms, walked)
+        expected.budget = budget = scheduled.num_spec_tokens_to_schedule
+        sent = scheduler.update_from_output(scheduled, pickle.loads(pickle.dumps(output)))
+        assert sent is not None
+        stats = over_the_wire(sent).spec_decoding_stats
+        if stats is None:
+            assert not any(expected.rounds)
+            continue
+        assert take_counts(stats) == expected
+        # The rest is as vLLM made it.
+        assert len(stats.num_accepted_tokens_per_pos) == BUDGET
+        assert (stats.num_drafts, stats.num_draft_tokens) == (drafts, expected.nodes)
+        assert sum(stats.num_accepted_tokens_per_pos) == accepted_nodes
+        total.add(expected)
+    assert all(n > 0 for form, n in zip(Form, total.rounds, strict=True) if form != Form.PROCESSORS)
+    assert total.nodes > 0 and min(total.ranks) > 0
+
+
+def test_counts_of_another_method_are_left_alone() -> None:
+    stats = SpecDecodingStats.new(3)
+    stats.observe_draft(3, 2)
+    assert take_counts(stats) is None
+    assert stats.num_accepted_tokens_per_pos == [1, 1, 0]
+
+
+def test_nothing_is_counted_without_statistics() -> None:
+    assert "update_from_output" not in vars(attached(log_stats=False))
+    assert "update_from_output" in vars(attached())
+
+
+@pytest.mark.parametrize(("all_chain", "asked"), [(False, "PARAMETERS"), (True, "PROCESSORS")])
+def test_forms(all_chain: bool, asked: str) -> None:
+    chain = np.array([0, 1, 0, 1], np.int32)
+    for other in (Form.TREE, Form.MIXED, Form.CHOSEN):
+        forms = step_forms(chain, all_chain, other)
+        assert (forms.asked, forms.others) == (Form[asked], other)
+        assert forms.chain is chain
+    assert len(set(LABELS.values())) == len(Form)
+
+
+def test_facts_leave_with_the_output() -> None:
+    """The right half of the sampled tokens, only where a tree sampler made them."""
+    wide = np.arange(12).reshape(2, 6)
+
+    def get_output(waiting: Any) -> Any:
+        return SimpleNamespace(tokens=waiting.sampled_token_ids.tolist())
+
+    waiting = SimpleNamespace(sampler_output=SimpleNamespace(), sampled_token_ids=wide)
+    plain = with_facts(get_output, waiting)
+    assert plain.tokens == wide.tolist() and not hasattr(plain, "ddtree_facts")
+    forms = step_forms(np.zeros(2, np.int32), False, Form.TREE)
+    waiting = SimpleNamespace(sampler_output=SimpleNamespace(forms=forms), sampled_token_ids=wide)
+    output = with_facts(get_output, waiting)
+    assert output.tokens == [[0, 1, 2], [6, 7, 8]]
+    assert output.ddtree_facts.walked.tolist() == [[3, 4, 5], [9, 10, 11]]
+    assert output.ddtree_facts.forms is forms

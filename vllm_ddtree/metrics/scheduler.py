@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counting rounds in the scheduler's process, where vLLM counts drafts.
+
+vLLM's `SchedulerStats` reach the front-end by msgspec, which keeps declared fields only. So a
+step's counts go behind the positions of `SpecDecodingStats.num_accepted_tokens_per_pos`, where
+`take_counts` finds them.
+"""
+
+from typing import Any
+
+from vllm_ddtree import compat
+from vllm_ddtree.metrics.rounds import Form, RoundCounts
+
+
+class RoundCounter:
+    """Counts the rounds of a scheduler's steps: exactly those that vLLM counts as drafts, and the
+    decode steps of a request without any.
+
+    Args:
+        scheduler: vLLM's.
+        top_k: candidates a draft position.
+
+    """
+
+    def __init__(self, scheduler: Any, top_k: int) -> None:
+        self._requests = scheduler.requests
+        self._num_spec_tokens = scheduler.num_spec_tokens
+        self._top_k = top_k
+        self._budget = scheduler.num_spec_tokens
+        self._index: dict[str, int] = {}
+        # By request, in the order of the index: its form, and the walk's facts of it.
+        self._forms: list[Form] = []
+        self._walked: list[list[int]] = []
+        self._counts: RoundCounts | None = None
+
+    def step(self, scheduler_output: Any, model_runner_output: Any) -> None:
+        """A step's output has come and is about to be counted by vLLM."""
+        self._index = model_runner_output.req_id_to_index
+        lengths = scheduler_output.num_scheduled_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafted = self._budget
+        if lengths:
+            self._budget = scheduler_output.num_spec_tokens_to_schedule
+        facts = getattr(model_runner_output, "ddtree_facts", None)
+        if facts is not None:
+            forms = facts.forms
+            self._forms = [forms.asked if c else forms.others for c in forms.chain.tolist()]
+            self._walked = facts.walked.tolist()
+            # Rows that were scheduled and hold no node are no draft tokens.
+            scheduler_output.num_invalid_spec_tokens = {
+                request_id: len(tokens) - self._walked[self._index[request_id]][0]
+                for request_id, tokens in drafts.items()
+                if request_id in self._index
+            }
+        if len(drafts) < len(lengths):
+            # A step verifies what the one before it had to draft.
+            form = Form.NO_DRAFTS if drafted else Form.BUDGET_0
+            for request_id, length in lengths.items():
+                if length == 1 and request_id not in drafts and self._decodes(request_id):
+                    self._started().rounds[form] += 1
+
+    def _started(self) -> RoundCounts:
+        """The step's counts so far."""
+        if self._counts is None:
+            self._counts = RoundCounts.none(self._top_k)
+            self._counts.budget = self._budget
+        return self._counts
+
+    def _decodes(self, request_id: str) -> bool:
+        """Whether a request that is still there has had its first token."""
+        request = self._requests.get(request_id)
+        return bool(request and not request.is_finished() and request.num_output_tokens)
+
+    def round(self, request_id: str, num_accepted: int) -> None:
+        """vLLM counts a request's draft of the step."""
+        at, counts = self._index[request_id], self._started()
+        form, (nodes, *ranks) = self._forms[at], self._walked[at]
+        if nodes == 0:
+            form = Form.NO_DRAFTS
+        elif nodes == 1 and form == Form.TREE:
+            form = Form.ONE_NODE
+        counts.rounds[form] += 1
+        counts.nodes += nodes
+        for rank in ranks[:num_accepted]:
+            counts.ranks[rank] += 1
+
+    def put_counts(self, stats: Any) -> Any:
+        """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them; they
+        count from nothing afterwards."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return stats
+        if stats is None:
+            stats = compat.new_spec_decoding_stats(self._num_spec_tokens)
+        stats.num_accepted_tokens_per_pos += counts.pack()
+        return stats
+
+
+def take_counts(stats: Any) -> RoundCounts | None:
+    """The counts in vLLM's SpecDecodingStats, which are then as vLLM made them."""
+    positions = stats.num_accepted_tokens_per_pos
+    if len(positions) == stats.num_spec_tokens:
+        return None
+    stats.num_accepted_tokens_per_pos = positions[: stats.num_spec_tokens]
+    return RoundCounts.unpack(positions[stats.num_spec_tokens :])
+
+
+def attach(engine_core: Any) -> None:
+    """Count the rounds of an EngineCore, unless its statistics are off."""
+    scheduler = engine_core.scheduler
+    if not scheduler.log_stats and scheduler.spec_decode_metrics_level == "none":
+        return
+    counter = RoundCounter(scheduler, engine_core.vllm_config.speculative_config.top_k)
+    update, count = scheduler.update_from_output, scheduler.make_spec_decoding_stats
+    make_stats = scheduler.make_stats
+
+    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+        counter.step(scheduler_output, model_runner_output)
+        return update(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(*args: Any, **kwargs: Any) -> Any:
+        counter.round(kwargs["request_id"], kwargs["num_accepted_tokens"])
+        return count(*args, **kwargs)
+
+    def make_stats_with_counts(stats: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return make_stats(counter.put_counts(stats), *args, **kwargs)
+
+    scheduler.update_from_output = update_from_output
+    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
+    scheduler.make_stats = make_stats_with_counts
