@@ -14,9 +14,8 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_ddtree.attention.latent_metadata import latent_tree_builder
 from vllm_ddtree.attention.metadata import tree_builder
-from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS, SUPPORTED_MLA_BACKENDS
+from vllm_ddtree.attention.supported import SUPPORTED_BACKENDS, SUPPORTED_MLA_BACKENDS, one_of
 from vllm_ddtree.attention.variant import variant_of
 from vllm_ddtree.runtime import Runtime
 
@@ -33,6 +32,14 @@ def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]
         from vllm_ddtree.attention import triton
 
         return triton.TreeTritonAttentionImpl, triton.FORM
+    if backend_name == "FLASH_ATTN_MLA":
+        from vllm_ddtree.attention import flash_attn_mla
+
+        return flash_attn_mla.TreeFlashAttnMLAImpl, flash_attn_mla.FORM
+    if backend_name == "FLASHMLA":
+        from vllm_ddtree.attention import flashmla
+
+        return flashmla.TreeFlashMLAImpl, flashmla.FORM
     if backend_name == "TRITON_MLA":
         from vllm_ddtree.attention import triton_mla
 
@@ -46,7 +53,7 @@ def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]
 def tree_backend(base: type) -> type:
     """The tree-aware form of an attention backend class; it keeps the backend's name."""
     impl, _ = _tree_impl(base.get_name())  # type: ignore[attr-defined]
-    make_builder = latent_tree_builder if base.is_mla() else tree_builder  # type: ignore[attr-defined]
+    make_builder = getattr(impl, "tree_builder", tree_builder)
 
     class TreeBackend(base):
         @staticmethod
@@ -88,7 +95,7 @@ def check_layer(name: str, layer: Any) -> None:
         raise _refuse(
             name,
             f"attention backend {backend}",
-            "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
+            f"set --attention-backend to {one_of(SUPPORTED_BACKENDS[:2])}",
         )
     if getattr(impl, "alibi_slopes", None) is not None:
         raise _refuse(name, "ALiBi", elsewhere)
@@ -116,7 +123,11 @@ def _check_latent_layer(name: str, layer: Any) -> None:
     backend = layer.attn_backend.get_name()
     base = _tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_MLA_BACKENDS else None
     if base is None or type(layer.impl) is not base:
-        raise _refuse(name, f"attention backend {backend}", "set --attention-backend to TRITON_MLA")
+        raise _refuse(
+            name,
+            f"attention backend {backend}",
+            f"set --attention-backend to {one_of(SUPPORTED_MLA_BACKENDS)}",
+        )
     if layer.sliding_window is not None:
         raise _refuse(name, "latent attention with a sliding window", elsewhere)
     if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16"):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix + tail over the cache of multi-head latent attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +30,48 @@ class Tail:
     """[max_num_tokens, W] int32 ancestor bitmask by row; None: causal."""
 
 
+PrefixPass = Callable[[Tail, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(tail, out) -> output [P, T, Hq, rank] and log-sum-exp [P, Hq, T] of the tail's rows over the keys
+before it, as `latent_tail` takes them. `out` [T, Hq, rank] may serve as the output if no other tail
+has written there."""
+
+
+def latent_forward(
+    self: Any,
+    q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_c_and_k_pe_cache: torch.Tensor,  # [num_blocks, block_size, rank + rope]
+    attn_metadata: Any,
+    layer: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`MLACommonImpl.forward_mqa` (model_executor/layers/attention/mla_attention.py).
+
+    q is [T, Hq, rank + rope], or its two parts; returns the output [T, Hq, rank].
+
+    The implementation is a subclass of the backend's by single inheritance, as in `tree_forward`,
+    with its forward_mqa as `plain_forward` and `prefix_pass(query, query_rope, cache,
+    attn_metadata, tail, out)`, which gives what `PrefixPass` gives.
+    """
+    if attn_metadata.tails is None:
+        return self.plain_forward(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+    rank, cache = self.kv_lora_rank, kv_c_and_k_pe_cache
+    query, rope = q if isinstance(q, tuple) else (q[..., :rank], q[..., rank:])
+    # Padding rows belong to no tail, and what they hold goes on through the model.
+    out = query.new_zeros(*query.shape[:2], rank)
+    for tail in attn_metadata.tails:
+        latent_attention(
+            query,
+            rope,
+            cache,
+            attn_metadata.decode.block_table,
+            attn_metadata.slot_mapping,
+            tail,
+            out,
+            self.scale,
+            lambda tail, out: self.prefix_pass(query, rope, cache, attn_metadata, tail, out),
+        )
+    return out, None
+
+
 def latent_attention(
     query: torch.Tensor,
     query_rope: torch.Tensor,
@@ -37,6 +81,7 @@ def latent_attention(
     tail: Tail,
     out: torch.Tensor,
     scale: float,
+    prefix_pass: PrefixPass | None = None,
 ) -> None:
     """Write the attention output of a tail's rows; other rows stay as they are.
 
@@ -46,7 +91,38 @@ def latent_attention(
     block_table   int32 [num_reqs, max_blocks]
     slot_mapping  int64 [>= T]
     out           [T, Hq, rank]
+    prefix_pass   None: our own kernel's
     """
+    if prefix_pass is None:
+        prefix = triton_prefix_pass(query, query_rope, cache, block_table, tail, out, scale)
+    else:
+        prefix = prefix_pass(tail, out)
+    latent_tail(
+        query,
+        query_rope,
+        cache,
+        slot_mapping,
+        tail.masks,
+        tail.ends,
+        tail.lens,
+        *prefix,
+        out,
+        scale,
+        block_table.shape[0],
+        tail.max_len,
+    )
+
+
+def triton_prefix_pass(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    tail: Tail,
+    out: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `PrefixPass` of our own kernel; arguments as those of `latent_attention`."""
     num_reqs, packed = block_table.shape[0], tail.max_len * query.shape[1]
     block_m = tile_rows(packed, cache.shape[-1] * cache.element_size(), out.device)
     segments = latent_segments(num_reqs, packed, block_m, num_sms(out.device))
@@ -70,18 +146,4 @@ def latent_attention(
         tail.max_len,
         block_m,
     )
-    latent_tail(
-        query,
-        query_rope,
-        cache,
-        slot_mapping,
-        tail.masks,
-        tail.ends,
-        tail.lens,
-        prefix_out,
-        prefix_lse,
-        out,
-        scale,
-        num_reqs,
-        tail.max_len,
-    )
+    return prefix_out, prefix_lse

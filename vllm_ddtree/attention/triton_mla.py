@@ -7,13 +7,18 @@ import torch
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
 from vllm_ddtree import compat
-from vllm_ddtree.attention.latent import FORM, latent_attention
+from vllm_ddtree.attention.latent import FORM, Tail, latent_forward, triton_prefix_pass
+from vllm_ddtree.attention.latent_metadata import latent_tree_builder
 
 __all__ = ["FORM", "TreeTritonMLAImpl"]
 
 
 class TreeTritonMLAImpl(TritonMLAImpl):
     """vLLM's own prefill, and its decode kernel for batches of single rows."""
+
+    tree_builder = staticmethod(latent_tree_builder)
+    plain_forward = TritonMLAImpl.forward_mqa
+    forward_mqa = latent_forward
 
     def reserve_workspace(self) -> None:
         """Called where the engine profiles its memory (vLLM 0.33), as the builder does later."""
@@ -24,32 +29,15 @@ class TreeTritonMLAImpl(TritonMLAImpl):
             config, config.scheduler_config.max_num_seqs, self.num_heads, self.kv_lora_rank
         )
 
-    def forward_mqa(
+    def prefix_pass(
         self,
-        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        kv_c_and_k_pe_cache: torch.Tensor,  # [num_blocks, block_size, rank + rope]
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        cache: torch.Tensor,
         attn_metadata: Any,
-        layer: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See `MLACommonImpl.forward_mqa` (model_executor/layers/attention/mla_attention.py).
-
-        q is [T, Hq, rank + rope], or its two parts; returns the output [T, Hq, rank].
-        """
-        if attn_metadata.tails is None:
-            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        rank = self.kv_lora_rank
-        query, rope = q if isinstance(q, tuple) else (q[..., :rank], q[..., rank:])
-        # Padding rows belong to no tail, and what they hold goes on through the model.
-        out = query.new_zeros(*query.shape[:2], rank)
-        for tail in attn_metadata.tails:
-            latent_attention(
-                query,
-                rope,
-                kv_c_and_k_pe_cache,
-                attn_metadata.decode.block_table,
-                attn_metadata.slot_mapping,
-                tail,
-                out,
-                self.scale,
-            )
-        return out, None
+        tail: Tail,
+        out: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `latent_forward`."""
+        table = attn_metadata.decode.block_table
+        return triton_prefix_pass(query, query_rope, cache, table, tail, out, self.scale)
