@@ -8,6 +8,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
 from vllm_ddtree.attention.install import _tree_impl
+from vllm_ddtree.attention.prefix_pass import num_sms
 from vllm_ddtree.runtime import Step
 
 from .tree_cases import Batch, Request
@@ -144,5 +145,6 @@ def make_impl(backend: str, rank: int, rope: int, scale: float) -> Any:
         need_to_return_lse_for_decode=False,
         dcp_world_size=1,
         dcp_rank=0,
+        _sm_count=num_sms(torch.empty(0).device),
     )
     return impl

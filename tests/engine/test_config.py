@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,6 +332,7 @@ def test_a_hybrid_target(tmp_path: Path) -> None:
         ("is_encoder_decoder", True, "an encoder"),
         ("uses_mrope", True, "M-RoPE"),
         ("rswa_window", 64, "sliding-window"),
+        ("hf_text_config", SimpleNamespace(index_topk=64), "sparse latent attention"),
     ],
 )
 def test_other_targets(
