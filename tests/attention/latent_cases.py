@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree-aware builders of vLLM's MLA backends over a batch of `tree_cases`, without an engine."""
+"""Tree-aware builders and implementations of vLLM's MLA backends, without an engine."""
 
 from types import SimpleNamespace
 from typing import Any

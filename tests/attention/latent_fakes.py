@@ -25,7 +25,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, Hq, rank] and log-sum-exp [Hq, n] of rows that see the first keys."""
     if num_keys == 0:
-        return query.new_zeros(*query.shape[:2], rank), query.new_full(query.shape[1::-1], -torch.inf)
+        return query.new_zeros(*query.shape[:2], rank), query.new_full(
+            query.shape[1::-1], -torch.inf
+        )
     keys = gather_cache(cache, blocks, num_keys)[:, 0]
     scores = torch.einsum("nhd,md->hnm", query, keys) * scale
     if causal:
@@ -70,7 +72,7 @@ def flash_attn_varlen_func(
     assert fa_version == 3
     assert seqused_k.shape == (num_reqs,) and seqused_k.dtype == torch.int32
     assert block_table.shape[0] == num_reqs
-    assert max_seqlen_q >= max(b - a for a, b in zip(starts, starts[1:], strict=False))
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
     assert max_seqlen_k >= int(seqused_k.max())
     if scheduler_metadata is not None:
         planned = get_scheduler_metadata(

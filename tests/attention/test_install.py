@@ -158,9 +158,7 @@ def test_latent_layers_become_tree_aware(
     layer.is_draft_layer, draft.is_draft_layer = False, True
     context = SimpleNamespace(static_forward_context={"target": layer, "draft": draft})
     runtime: Any = SimpleNamespace(depth=15)
-    assert (
-        install_tree_attention(SimpleNamespace(compilation_config=context), runtime) == form
-    )
+    assert install_tree_attention(SimpleNamespace(compilation_config=context), runtime) == form
     impl, builder = kind.get_impl_cls().__name__, kind.get_builder_cls().__name__
     assert type(layer.impl).__name__ == f"Tree{impl}" and layer.impl.tree_runtime is runtime
     assert layer.attn_backend.get_name() == backend

@@ -116,7 +116,7 @@ def test_decodes_attend_as_the_reference(
     ],
 )
 def test_steps_without_trees(backend: str, requests: list[Request], decodes: int) -> None:
-    """vLLM's own split and kernel; where its kernel takes single rows only, ours serves the rest."""
+    """vLLM's own split and kernel; where that takes single rows only, ours serves the rest."""
     batch = batch_of(requests)
     metadata = metadata_of(backend, batch, requests)
     assert (metadata.num_decodes, metadata.num_prefills) == (decodes, len(requests) - decodes)

@@ -31,9 +31,9 @@ class Tail:
 
 
 PrefixPass = Callable[[Tail, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(tail, out) -> output [P, T, Hq, rank] and log-sum-exp [P, Hq, T] of the tail's rows over the keys
-before it, as `latent_tail` takes them. `out` [T, Hq, rank] may serve as the output if no other tail
-has written there."""
+"""(tail, out) -> output [P, T, Hq, rank] and log-sum-exp [P, Hq, T] of the tail's rows over the
+keys before it, as `latent_tail` takes them. `out` [T, Hq, rank] may serve as the output if no other
+tail has written there."""
 
 
 def latent_forward(

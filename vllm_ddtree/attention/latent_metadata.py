@@ -5,8 +5,8 @@ vLLM splits such a batch: the requests in front, by length, are "decodes" and at
 cache itself (`forward_mqa`), the others are prefills (model_executor/layers/attention/
 mla_attention.py). Model Runner V2 puts requests with drafts first (`sort_batch_req_ids`), so a
 threshold of a tree's rows makes decodes of all trees, of whatever length. It makes decodes of the
-short prefills behind them, too. A step without trees is split as vLLM splits it, for its own kernel;
-TRITON_MLA's, which takes single rows only here, leaves the short prefills to ours.
+short prefills behind them, too. A step without trees is split as vLLM splits it, for its own
+kernel; TRITON_MLA's, which takes single rows only here, leaves the short prefills to ours.
 """
 
 import functools
