@@ -32,7 +32,8 @@ def attend(
     scores = torch.einsum("nhd,md->hnm", query, keys) * scale
     if causal:
         n = query.shape[0]
-        sees = torch.arange(num_keys) <= torch.arange(num_keys - n, num_keys)[:, None]
+        key = torch.arange(num_keys, device=query.device)
+        sees = key <= key[num_keys - n :, None]
         scores = scores.masked_fill(~sees, -torch.inf)
     return torch.einsum("hnm,mr->nhr", scores.softmax(-1), keys[:, :rank]), scores.logsumexp(-1)
 
@@ -41,8 +42,9 @@ def get_scheduler_metadata(**plan: Any) -> torch.Tensor:
     """What the plan was made of."""
     assert plan["num_splits"] >= 0
     fixed = [plan[name] for name in ("batch_size", "max_seqlen_q", "num_splits", "causal")]
-    tensors = [plan["cache_seqlens"], plan["cu_seqlens_q"]]
-    return torch.cat([torch.tensor([int(value) for value in fixed]), *tensors]).int()
+    lens = plan["cache_seqlens"]
+    numbers = torch.tensor([int(value) for value in fixed], device=lens.device)
+    return torch.cat([numbers, lens, plan["cu_seqlens_q"]]).int()
 
 
 def flash_attn_varlen_func(
@@ -58,7 +60,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor,
     softmax_scale: float,
     causal: bool,
-    return_softmax_lse: bool,
+    return_softmax_lse: bool = False,
     fa_version: int,
     scheduler_metadata: torch.Tensor | None,
     num_splits: int,
