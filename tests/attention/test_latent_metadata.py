@@ -200,11 +200,12 @@ def test_flashmla_takes_trees_of_one_length(requests: list[Request], length: int
     assert metadata_of("FLASHMLA", batch_of(requests), requests).uniform_len == length
 
 
-def test_flashmla_with_padded_rows_but_no_requests_for_them() -> None:
-    requests = [tree(20, 9), tree(33, 9)]
-    batch = batch_of(requests, padded_rows=3)
+@pytest.mark.parametrize(("last", "length"), [(9, 9), (4, 0)])
+def test_flashmla_with_padded_rows_but_no_requests_for_them(last: int, length: int) -> None:
+    requests = [tree(20, 9), tree(33, last)]
+    batch = batch_of(requests, padded_rows=5)
     metadata = metadata_of("FLASHMLA", batch, requests)
-    assert metadata.uniform_len == 9
+    assert metadata.uniform_len == length
     assert_attends("FLASHMLA", batch, metadata)
 
 
