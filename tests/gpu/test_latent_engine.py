@@ -42,7 +42,8 @@ ENGINE: dict[str, Any] = {
     "dtype": "float16",
     "max_model_len": 1024,
     "max_num_seqs": 8,
-    "max_num_batched_tokens": 256,
+    "max_num_batched_tokens": 1024,
+    "long_prefill_token_threshold": 128,
     "gpu_memory_utilization": 0.3,
     "skip_tokenizer_init": True,
     "disable_log_stats": False,
@@ -81,7 +82,7 @@ GRAPHS: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
 LENS = (300, 3, 33, 16, 1, 120, 64, 7, 40, 9)
-"""Prompts shorter and longer than a tree and a batch, more requests than fit at once."""
+"""Prompts shorter and longer than a tree and a piece, more requests than run at once."""
 PROMPTS = [[(7 * i * i + i * n) % models.VOCABULARY for i in range(n)] for n in LENS]
 MAX_TOKENS = 48
 
