@@ -5,12 +5,14 @@ usage: python -m benchmarks.latent [--heads 8] [--budgets 7 31 63] [--batches 1 
            [--contexts 1024 16384] [--layers 4] [--repeats 10]
 
 A table, one line a case. "prefix": the pass over the committed keys by FlashAttention 3, by
-FlashMLA and by our kernel with tiles of 16, 32 and 64 (row, head) pairs. "tail": our kernel over the
-tree's own rows, which merges one prefix part, by tile. "chain": vLLM's own kernels over as many
-rows, each seeing the rows before it. Each is replayed from a CUDA graph of one call a layer, each layer with
-its own cache (latents of 512 + 64, blocks of 64, bfloat16). `*` marks the tile that is chosen by
-itself; `-`: it does not run here, the reason stands below the table. Needs a GPU; the default cases
-are meant to take less than a minute on an H200.
+FlashMLA and by our kernel with tiles of 16, 32 and 64 (row, head) pairs. "tail": our kernel over
+the tree's own rows, which merges one prefix part, by tile. "chain": vLLM's own kernels over as many
+rows, each seeing the rows before it.
+
+Each is replayed from a CUDA graph of one call a layer, each layer with its own cache (latents of
+512 + 64, blocks of 64, bfloat16). `*` marks the tile that is chosen by itself; `-`: it does not run
+here, the reason stands below the table. Needs a GPU; the default cases are meant to take less than
+a minute on an H200.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Case:
             for _ in range(layers)
         ]
         self.query = torch.randn(self.total, heads, RANK + ROPE, dtype=torch.bfloat16)
-        self.parts = [part.contiguous() for part in self.query.split([RANK, ROPE], dim=-1)]
+        latent_part, rope_part = self.query.split([RANK, ROPE], dim=-1)
+        self.parts = latent_part.contiguous(), rope_part.contiguous()
         self.out = torch.zeros(self.total, heads, RANK, dtype=torch.bfloat16)
         self.starts = torch.arange(batch + 1, dtype=torch.int32) * self.rows
         # Every row is the root's child: the mask's content costs nothing.
