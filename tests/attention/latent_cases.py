@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
-from vllm_ddtree.attention.install import _tree_impl
+from vllm_ddtree.attention.install import tree_impl
 from vllm_ddtree.attention.prefix_pass import num_sms
 from vllm_ddtree.runtime import Step
 
@@ -56,7 +56,7 @@ def make_builder(
     """
     runtime = SimpleNamespace(num_rows=num_rows)
     layer = SimpleNamespace(impl=SimpleNamespace(tree_runtime=runtime))
-    impl: Any = _tree_impl(backend)[0]
+    impl: Any = tree_impl(backend)[0]
     kind: Any = impl.tree_builder(builder_base(backend))
     builder = kind.__new__(kind)
     context = SimpleNamespace(static_forward_context={"layer": layer})
@@ -135,7 +135,7 @@ def build(builder: Any, batch: Batch, step: Step, max_seq_len: int | None = None
 
 def make_impl(backend: str, rank: int, rope: int, scale: float) -> Any:
     """A tree-aware implementation as after its __init__."""
-    kind: Any = _tree_impl(backend)[0]
+    kind: Any = tree_impl(backend)[0]
     impl = kind.__new__(kind)
     vars(impl).update(
         kv_lora_rank=rank,

@@ -101,6 +101,8 @@ def test_decodes_attend_as_the_reference(
     assert metadata.num_decode_tokens == sum(request.query_len for request in requests[:decodes])
     others = any(request.query_len > request.tail_len for request in requests[:decodes])
     assert [tail.masks is not None for tail in metadata.tails] == [True] + [False] * others
+    for tail in metadata.tails:
+        assert not tail.prefix_lens[tail.lens == 0].any()
     assert_attends(backend, batch, metadata)
 
 

@@ -20,7 +20,7 @@ from vllm_ddtree.attention.variant import variant_of
 from vllm_ddtree.runtime import Runtime
 
 
-def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
+def tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
     """Tree-aware implementation class of a backend, and its form (for a layer's sliding window) in
     words.
     """
@@ -52,7 +52,7 @@ def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]
 @functools.cache
 def tree_backend(base: type) -> type:
     """The tree-aware form of an attention backend class; it keeps the backend's name."""
-    impl, _ = _tree_impl(base.get_name())  # type: ignore[attr-defined]
+    impl, _ = tree_impl(base.get_name())  # type: ignore[attr-defined]
     make_builder = getattr(impl, "tree_builder", tree_builder)
 
     class TreeBackend(base):
@@ -90,7 +90,7 @@ def check_layer(name: str, layer: Any) -> None:
     if layer.attn_type != AttentionType.DECODER:
         raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
     backend = layer.attn_backend.get_name()
-    base = _tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_BACKENDS else None
+    base = tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_BACKENDS else None
     if base is None or not isinstance(impl, base):
         raise _refuse(
             name,
@@ -121,7 +121,7 @@ def _check_latent_layer(name: str, layer: Any) -> None:
     if getattr(layer, "use_sparse", False) or getattr(layer.impl, "is_sparse", False):
         raise _refuse(name, "sparse latent attention (an indexer)", elsewhere)
     backend = layer.attn_backend.get_name()
-    base = _tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_MLA_BACKENDS else None
+    base = tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_MLA_BACKENDS else None
     if base is None or type(layer.impl) is not base:
         raise _refuse(
             name,
@@ -159,7 +159,7 @@ def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
         check_layer(name, layer)
     forms = set()
     for layer in layers.values():
-        impl, form = _tree_impl(layer.attn_backend.get_name(), layer.sliding_window)
+        impl, form = tree_impl(layer.attn_backend.get_name(), layer.sliding_window)
         layer.attn_backend = tree_backend(layer.attn_backend)
         layer.impl.__class__ = impl
         layer.impl.tree_runtime = runtime

@@ -81,7 +81,8 @@ def latent_tree_builder(base: type) -> type:
             if step.has_plain_rows and metadata.num_decode_tokens > step.num_tree_rows:
                 plain_ends = ends - tree_lens
                 lens = plain_ends - common.query_start_loc[:num_reqs]
-                prefix_lens = common.seq_lens[:num_reqs] - tree_lens - lens
+                # A prefix pass may go over all requests, and need not read for those without rows.
+                prefix_lens = (common.seq_lens[:num_reqs] - tree_lens - lens) * (lens > 0)
                 max_len = min(int(common.max_query_len), self.reorder_batch_threshold)
                 tails.append(Tail(plain_ends, lens, prefix_lens, max_len, None))
             metadata.tails = tails
