@@ -7,11 +7,16 @@ Whatever is not built is refused here by name, never silently replaced.
 from typing import Any
 
 from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_ddtree import compat
 from vllm_ddtree.attention.supported import (
     FP8_CACHES,
+    FP8_MLA_BACKENDS,
     SUPPORTED_BACKENDS,
     SUPPORTED_MLA_BACKENDS,
+    one_of,
 )
 from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.config import DDTreeConfig
@@ -21,6 +26,8 @@ from vllm_ddtree.graphs.sizes import (
     auto_sizes,
     verify_sizes,
 )
+
+logger = init_logger("vllm.ddtree")
 
 
 def _refuse(flag: str, value: Any, fix: str) -> None:
@@ -85,20 +92,48 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
             _refuse(flag, value, "leave it out")
     backend = vllm_config.attention_config.backend
     if model.use_mla:
-        # Left to itself vLLM takes another one where it can, and says so after the weights loaded.
-        if backend is None or backend.name not in SUPPORTED_MLA_BACKENDS:
-            raise ValueError(
-                f"method ddtree does not support --attention-backend="
-                f"{'auto' if backend is None else backend.name} for target {model.model!r}, which "
-                f"has multi-head latent attention: use {SUPPORTED_MLA_BACKENDS[0]}"
-            )
+        _choose_mla_backend(vllm_config)
     elif backend is not None and backend.name not in SUPPORTED_BACKENDS:
-        _refuse("--attention-backend", backend.name, f"use {' or '.join(SUPPORTED_BACKENDS[:2])}")
+        _refuse("--attention-backend", backend.name, f"use {one_of(SUPPORTED_BACKENDS[:2])}")
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8_CACHES):
         _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto or set it to fp8")
     _check_token_budget(engine_args, vllm_config, spec)
     _plan_graphs(engine_args, vllm_config, spec)
+
+
+def _choose_mla_backend(vllm_config: Any) -> None:
+    """A supported backend for a target with multi-head latent attention: what the user named, what
+    vLLM would choose, or the best that vLLM takes on this platform.
+    """
+    attention, name = vllm_config.attention_config, vllm_config.model_config.model
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    supported, what = SUPPORTED_MLA_BACKENDS, "multi-head latent attention"
+    if cache_dtype in FP8_CACHES:
+        supported, what = FP8_MLA_BACKENDS, f"{what} and --kv-cache-dtype={cache_dtype}"
+    if attention.backend is not None:
+        if attention.backend.name not in supported:
+            raise ValueError(
+                f"method ddtree does not support --attention-backend={attention.backend.name} for "
+                f"target {name!r}, which has {what}: use {one_of(supported)}, or leave it out"
+            )
+        return
+    chosen = own = compat.mla_backend(vllm_config, None)
+    if own not in supported:
+        fitting = [b for b in supported if compat.mla_backend(vllm_config, b) == b]
+        if not fitting:
+            raise ValueError(
+                f"method ddtree does not support target {name!r} on this device: it has {what}, "
+                f"for which vLLM has {own or 'no backend'} here, and not {one_of(supported)}; "
+                "use method dflash"
+            )
+        chosen = fitting[0]
+        logger.warning(
+            "ddtree: trees cannot be verified on vLLM's choice %s; using --attention-backend=%s",
+            own,
+            chosen,
+        )
+    attention.backend = AttentionBackendEnum[chosen]
 
 
 def _plan_graphs(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) -> None:
@@ -134,6 +169,7 @@ def _check_target(model: Any) -> None:
     for bad, what in (
         (hybrid, "recurrent layers (Mamba, gated delta net)"),
         (model.is_encoder_decoder, "an encoder"),
+        (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention (an indexer)"),
         (getattr(model, "uses_mrope", False), "positions of several axes (M-RoPE)"),
         (getattr(model, "rswa_window", None) is not None, "reference sliding-window attention"),
     ):

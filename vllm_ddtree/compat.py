@@ -135,6 +135,19 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "TritonMLAImpl.forward_mqa",
         "TritonMLAMetadataBuilder",
     ),
+    "vllm.v1.attention.backends.mla.flashattn_mla": (
+        "FlashAttnMLABackend",
+        "FlashAttnMLAImpl.forward_mqa",
+        "FlashAttnMLAMetadataBuilder._build_decode",
+        "FlashAttnMLAMetadataBuilder._schedule_decode",
+    ),
+    "vllm.v1.attention.backends.mla.flashmla": (
+        "FlashMLABackend",
+        "FlashMLAImpl.forward_mqa",
+        "FlashMLAMetadataBuilder",
+    ),
+    "vllm.v1.attention.ops.flashmla": ("flash_mla_with_kvcache",),
+    "vllm.v1.attention.selector": ("get_attn_backend",),
     "vllm.model_executor.layers.attention.mla_attention": (
         "MLAAttention",
         "MLACommonMetadataBuilder.build",
@@ -273,6 +286,41 @@ def reserve_mla_workspace(
     from vllm.v1.attention.backends.mla import triton_mla
 
     triton_mla._reserve_attn_logits_workspace(vllm_config, max_rows, num_heads, kv_lora_rank)
+
+
+def mla_backend(vllm_config: Any, asked: str | None) -> str | None:
+    """The attention backend that vLLM gives a target with multi-head latent attention.
+
+    Args:
+        vllm_config: the engine's; its own backend is not read.
+        asked: a backend's name, None: vLLM's own choice.
+
+    Returns:
+        Its name (a platform may give another than was asked for), None if there is none.
+
+    """
+    from vllm.config.vllm import set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model, attention = vllm_config.model_config, vllm_config.attention_config
+    before = attention.backend
+    attention.backend = AttentionBackendEnum[asked] if asked else None
+    try:
+        with set_current_vllm_config(vllm_config):
+            # As vLLM's MLAAttention asks (model_executor/layers/attention/mla_attention.py).
+            backend: Any = get_attn_backend(
+                model.get_head_size(),
+                model.dtype,
+                vllm_config.cache_config.cache_dtype,
+                use_mla=True,
+                num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+            )
+    except ValueError:
+        return None
+    finally:
+        attention.backend = before
+    return backend.get_name()
 
 
 def plans_ahead(builder: type) -> bool:

@@ -11,12 +11,14 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from vllm_ddtree.attention.install import check_layer, install_tree_attention
 from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
-from vllm_ddtree.attention.triton_mla import TreeTritonMLAImpl
 from vllm_ddtree.attention.variant import Variant
+
+from . import latent_fakes
 
 
 class OtherLatentAttention(MLAAttention):
@@ -129,7 +131,10 @@ def make_latent_layer(kind: Any = MLAAttention, impl: Any = TritonMLAImpl, **giv
         ({"kind": OtherLatentAttention}, ["OtherLatentAttention", "use method dflash"]),
         (
             {"impl": CPUMLAImpl, "attn_backend": CPUMLABackend},
-            ["attention backend CPU_MLA", "set --attention-backend to TRITON_MLA"],
+            [
+                "attention backend CPU_MLA",
+                "set --attention-backend to FLASH_ATTN_MLA, FLASHMLA or TRITON_MLA",
+            ],
         ),
         (
             {"kv_cache_dtype": "fp8_ds_mla"},
@@ -149,14 +154,26 @@ def test_latent_layers_refused_by_name(layer: dict[str, Any], parts: list[str]) 
         assert part in message
 
 
-def test_latent_layers_become_tree_aware() -> None:
-    layer, draft = make_latent_layer(), make_layer()
+@pytest.mark.parametrize(
+    ("backend", "form"),
+    [
+        ("FLASH_ATTN_MLA", "FlashAttention latent prefix + Triton latent tail"),
+        ("FLASHMLA", "FlashMLA latent prefix + Triton latent tail"),
+        ("TRITON_MLA", "Triton latent prefix + Triton latent tail"),
+    ],
+)
+def test_latent_layers_become_tree_aware(
+    backend: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latent_fakes.install(monkeypatch)
+    kind: Any = AttentionBackendEnum[backend].get_class()
+    layer, draft = make_latent_layer(impl=kind.get_impl_cls(), attn_backend=kind), make_layer()
     layer.is_draft_layer, draft.is_draft_layer = False, True
     context = SimpleNamespace(static_forward_context={"target": layer, "draft": draft})
     runtime: Any = SimpleNamespace(depth=15)
-    form = install_tree_attention(SimpleNamespace(compilation_config=context), runtime)
-    assert form == "Triton latent prefix + Triton latent tail"
-    assert type(layer.impl) is TreeTritonMLAImpl and layer.impl.tree_runtime is runtime
-    assert layer.attn_backend.get_name() == "TRITON_MLA"
-    assert layer.attn_backend.get_builder_cls().__name__ == "TreeTritonMLAMetadataBuilder"
+    assert install_tree_attention(SimpleNamespace(compilation_config=context), runtime) == form
+    impl, builder = kind.get_impl_cls().__name__, kind.get_builder_cls().__name__
+    assert type(layer.impl).__name__ == f"Tree{impl}" and layer.impl.tree_runtime is runtime
+    assert layer.attn_backend.get_name() == backend
+    assert layer.attn_backend.get_builder_cls().__name__ == f"Tree{builder}"
     assert type(draft.impl) is TritonAttentionImpl

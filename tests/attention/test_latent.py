@@ -9,6 +9,7 @@ import torch
 
 from vllm_ddtree.attention import latent
 from vllm_ddtree.attention import latent_prefix as latent_prefix_module
+from vllm_ddtree.attention import latent_tail as latent_tail_module
 from vllm_ddtree.attention.latent import Tail, latent_attention
 from vllm_ddtree.attention.latent_prefix import (
     latent_prefix,
@@ -204,6 +205,14 @@ def test_segments(num_segments: int, block_m: int) -> None:
         9,
     )
     assert_close(out, expected_output(batch, 64, [tail]))
+
+
+@pytest.mark.parametrize("tile", [32, 64])
+def test_tiles_of_the_tail(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    monkeypatch.setattr(latent_tail_module, "TILE_ROWS", tile)
+    batch = latent_batch(MIXED)
+    tails = [tree_tail(batch, 8), plain_tail(batch, 5)]
+    assert_close(run(batch, 64, tails), expected_output(batch, 64, tails))
 
 
 def test_many_segments_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

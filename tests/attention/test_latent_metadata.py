@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a batch go to the latent kernels: the builder over vLLM's own, and the backend's
-implementation, against the reference."""
+"""Which rows of a batch go to the latent kernels: the builders over vLLM's own, and the backends'
+implementations, against the reference. FlashAttention's and FlashMLA's kernels are stand-ins."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,136 +13,40 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.v1.attention.backends.mla import triton_mla
-from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
-from vllm_ddtree.attention.latent_metadata import latent_tree_builder
 from vllm_ddtree.attention.reference import tree_attention_reference
+from vllm_ddtree.attention.supported import SUPPORTED_MLA_BACKENDS
 from vllm_ddtree.attention.triton_mla import TreeTritonMLAImpl
-from vllm_ddtree.runtime import Step
 
+from . import latent_fakes
+from .latent_cases import build, builder_base, make_builder, make_impl, step_of
 from .tree_cases import Batch, Request, chunk, make_batch, tree
 
 BUDGET, RANK, ROPE, HEADS = 8, 64, 16, 4
 
 
-class Prefill:
-    """Stands for the backend of prefills."""
-
-    def get_name(self) -> str:
-        return "FLASH_ATTN"
-
-    def prepare_metadata(self, metadata: Any) -> None:
-        self.metadata = metadata
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent_fakes.install(monkeypatch)
 
 
-def make_builder(batch: Batch, step: Step) -> Any:
-    """A builder as after its __init__, which needs a whole vLLM configuration."""
-    rows = SimpleNamespace(
-        tail_lens=batch.tail_lens, prefix_lens=batch.prefix_lens, masks=batch.row_masks
-    )
-    runtime = SimpleNamespace(step=step, rows=rows, num_rows=BUDGET + 1)
-    layer = SimpleNamespace(impl=SimpleNamespace(tree_runtime=runtime))
-    kind: Any = latent_tree_builder(TritonMLAMetadataBuilder)
-    builder = kind.__new__(kind)
-    context = SimpleNamespace(static_forward_context={"layer": layer})
-    vars(builder).update(
-        vllm_config=SimpleNamespace(compilation_config=context),
-        layer_names=["layer"],
-        query_len_support=QueryLenSupport.VARLEN,
-        device=batch.query.device,
-        use_pcp=False,
-        dcp_world_size=1,
-        dcp_local_block_size=1,
-        dcp_virtual_block_size=1,
-        dcp_manager=None,
-        page_size=16,
-        chunked_prefill_workspace=torch.empty(256, RANK + ROPE),
-        chunked_prefill_workspace_size=256,
-        metadata_cls=lambda **fields: SimpleNamespace(**fields),
-        model_config=SimpleNamespace(dtype=torch.float32, get_head_size=lambda: RANK + ROPE),
-        q_data_type=torch.float32,
-        _prefill_backend=Prefill(),
-    )
-    return builder
-
-
-def step_of(requests: list[Request]) -> Step:
-    """As the model state makes it."""
-    verifying = [request.query_len for request in requests if request.tail_len]
-    return Step(
-        has_trees=bool(verifying),
-        max_verify_len=max(verifying, default=0),
-        num_tree_rows=sum(request.tail_len for request in requests),
-        has_plain_rows=any(r.query_len != r.tail_len for r in requests),
+def batch_of(requests: list[Request], **given: Any) -> Batch:
+    return make_batch(
+        requests, num_heads=HEADS, num_kv_heads=1, head_size=RANK + ROPE, max_depth=7, **given
     )
 
 
-def build(batch: Batch, step: Step) -> Any:
-    lens = batch.query_start_loc.cpu()
-    common = SimpleNamespace(
-        num_reqs=len(batch.seq_lens),
-        num_actual_tokens=batch.query.shape[0],
-        max_query_len=int(lens.diff().max()),
-        max_seq_len=int(batch.seq_lens.max()),
-        block_table_tensor=batch.block_table,
-        slot_mapping=batch.slot_mapping,
-        query_start_loc=batch.query_start_loc,
-        query_start_loc_cpu=lens,
-        seq_lens=batch.seq_lens,
-        dcp_local_seq_lens=None,
-        seq_lens_cpu_upper_bound=batch.seq_lens.cpu(),
-        causal=True,
-        is_prefilling=None,
-    )
-    builder = make_builder(batch, step)
-    with torch.device("cpu"):  # vLLM's own tensors on the host
-        return builder.build(0, common)
+def metadata_of(
+    backend: str, batch: Batch, requests: list[Request], full_graphs: bool = False
+) -> Any:
+    builder = make_builder(backend, RANK, ROPE, HEADS, BUDGET + 1, full_graphs=full_graphs)
+    return build(builder, batch, step_of(requests))
 
 
-@pytest.mark.parametrize(
-    ("requests", "decodes"),
-    [
-        ([tree(20, 9), tree(33, 9)], 2),
-        ([tree(20, 9), tree(33, 4), tree(7, 2)], 3),
-        ([tree(20, 3), tree(33, 9), chunk(40, 1), chunk(0, 5), chunk(17, 30)], 4),
-        ([tree(20, 2), chunk(16, 9), chunk(40, 1), chunk(50, 60), chunk(0, 70)], 3),
-        ([tree(20, 9, before=4), chunk(0, 40)], 1),
-        ([chunk(3, 9), chunk(40, 1), chunk(0, 4), chunk(0, 11)], 3),
-        ([tree(20, 9), tree(33, 4), chunk(0, 40)], 2),
-        ([chunk(0, 50)], 0),
-    ],
-    ids=[
-        "uniform",
-        "short trees",
-        "mixed",
-        "as long as a tree",
-        "rows before",
-        "no trees",
-        "long prefills",
-        "none",
-    ],
-)
-def test_decodes_attend_as_the_reference(requests: list[Request], decodes: int) -> None:
-    """All trees, of any length, and the short requests behind them are vLLM's decodes; the order
-    is that of Model Runner V2.
-    """
-    batch = make_batch(
-        requests, num_heads=HEADS, num_kv_heads=1, head_size=RANK + ROPE, max_depth=7
-    )
-    metadata = build(batch, step_of(requests))
-    assert (metadata.num_decodes, metadata.num_prefills) == (decodes, len(requests) - decodes)
-    if not decodes:
-        assert metadata.tails is None
-        return
-    n = metadata.num_decode_tokens
-    assert n == sum(request.query_len for request in requests[:decodes])
-    trees = any(request.tail_len for request in requests)
-    others = any(request.query_len > request.tail_len for request in requests[:decodes])
-    assert [tail.masks is not None for tail in metadata.tails] == [True] * trees + [False] * others
-    impl: Any = TreeTritonMLAImpl.__new__(TreeTritonMLAImpl)
-    impl.kv_lora_rank, impl.scale = RANK, batch.scale
+def assert_attends(backend: str, batch: Batch, metadata: Any) -> None:
+    """The decodes' rows are as the reference has them, padding is 0."""
+    decodes, n = metadata.num_decodes, metadata.num_decode_tokens
     query, cache = batch.query[:n], batch.k_cache
-    parts = tuple(part.contiguous() for part in query.split([RANK, ROPE], dim=-1))
     expected = tree_attention_reference(
         query.double(),
         cache.double(),
@@ -154,58 +58,179 @@ def test_decodes_attend_as_the_reference(requests: list[Request], decodes: int) 
         batch.row_masks,
         batch.scale,
     )
+    impl = make_impl(backend, RANK, ROPE, batch.scale)
+    parts = tuple(part.contiguous() for part in query.split([RANK, ROPE], dim=-1))
+    # Layers one after another, with the same metadata.
     for q in (parts, query):
         out, _ = impl.forward_mqa(q, cache[:, :, 0], metadata, None)
         assert out.is_contiguous()
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", SUPPORTED_MLA_BACKENDS)
+@pytest.mark.parametrize(
+    ("requests", "decodes"),
+    [
+        ([tree(20, 9), tree(33, 9)], 2),
+        ([tree(0, 9), tree(33, 9)], 2),
+        ([tree(20, 9), tree(33, 4), tree(7, 2)], 3),
+        ([tree(20, 3), tree(33, 9), chunk(40, 1), chunk(0, 5), chunk(17, 30)], 4),
+        ([tree(20, 2), chunk(16, 9), chunk(40, 1), chunk(50, 60), chunk(0, 70)], 3),
+        ([tree(20, 9, before=4), chunk(0, 40)], 1),
+        ([tree(20, 9), tree(33, 4), chunk(0, 40)], 2),
+    ],
+    ids=[
+        "uniform",
+        "no prefix",
+        "short trees",
+        "mixed",
+        "as long as a tree",
+        "rows before",
+        "long prefills",
+    ],
+)
+def test_decodes_attend_as_the_reference(
+    backend: str, requests: list[Request], decodes: int
+) -> None:
+    """All trees, of any length, and the short requests behind them are vLLM's decodes; the order
+    is that of Model Runner V2.
+    """
+    batch = batch_of(requests)
+    metadata = metadata_of(backend, batch, requests)
+    assert (metadata.num_decodes, metadata.num_prefills) == (decodes, len(requests) - decodes)
+    assert metadata.num_decode_tokens == sum(request.query_len for request in requests[:decodes])
+    others = any(request.query_len > request.tail_len for request in requests[:decodes])
+    assert [tail.masks is not None for tail in metadata.tails] == [True] + [False] * others
+    for tail in metadata.tails:
+        assert not tail.prefix_lens[tail.lens == 0].any()
+    assert_attends(backend, batch, metadata)
+
+
+@pytest.mark.parametrize(
+    ("backend", "requests", "decodes"),
+    [
+        ("TRITON_MLA", [chunk(3, 9), chunk(40, 1), chunk(0, 4), chunk(0, 11)], 3),
+        ("TRITON_MLA", [chunk(0, 50)], 0),
+        ("FLASH_ATTN_MLA", [chunk(3, 9), chunk(40, 1), chunk(0, 4), chunk(0, 11)], 4),
+        ("FLASH_ATTN_MLA", [chunk(40, 1), chunk(17, 1), chunk(0, 600)], 2),
+        ("FLASHMLA", [chunk(9, 3), chunk(40, 3), chunk(0, 11)], 2),
+        ("FLASHMLA", [chunk(40, 1), chunk(17, 1), chunk(0, 200)], 2),
+    ],
+)
+def test_steps_without_trees(backend: str, requests: list[Request], decodes: int) -> None:
+    """vLLM's own split and kernel; where that takes single rows only, ours serves the rest."""
+    batch = batch_of(requests)
+    metadata = metadata_of(backend, batch, requests)
+    assert (metadata.num_decodes, metadata.num_prefills) == (decodes, len(requests) - decodes)
+    ours = backend == "TRITON_MLA" and decodes
+    assert [tail.masks for tail in metadata.tails or ()] == ([None] if ours else [])
+    if decodes:
+        assert_attends(backend, batch, metadata)
+
+
+def test_the_split_of_a_step_does_not_stay() -> None:
+    builder = make_builder("FLASH_ATTN_MLA", RANK, ROPE, HEADS, BUDGET + 1)
+    for first, decodes in ((tree(20, 9), 1), (chunk(20, 1), 2), (tree(20, 9), 1)):
+        requests = [first, chunk(0, 40)]
+        assert build(builder, batch_of(requests), step_of(requests)).num_decodes == decodes
+
+
 def test_single_rows_keep_vllms_kernel() -> None:
     requests = [chunk(40, 1), chunk(17, 1), chunk(0, 1)]
-    batch = make_batch(requests, num_heads=HEADS, num_kv_heads=1, head_size=RANK + ROPE)
-    assert build(batch, step_of(requests)).tails is None
+    assert metadata_of("TRITON_MLA", batch_of(requests), requests).tails is None
     requests = [chunk(40, 1), chunk(17, 1), chunk(0, 40)]
-    batch = make_batch(requests, num_heads=HEADS, num_kv_heads=1, head_size=RANK + ROPE)
-    metadata = build(batch, step_of(requests))
+    metadata = metadata_of("TRITON_MLA", batch_of(requests), requests)
     assert (metadata.num_decodes, metadata.tails) == (2, None)
 
 
-def test_padding_of_a_graph() -> None:
+@pytest.mark.parametrize("backend", SUPPORTED_MLA_BACKENDS)
+def test_padding_of_a_graph(backend: str) -> None:
     """Padded requests and rows count as decodes and get zeros."""
     requests = [tree(20, 9), tree(33, 9)]
-    batch = make_batch(
-        requests,
-        num_heads=HEADS,
-        num_kv_heads=1,
-        head_size=RANK + ROPE,
-        padded_reqs=1,
-        padded_rows=9,
-    )
-    metadata = build(batch, step_of(requests))
+    batch = batch_of(requests, padded_reqs=1, padded_rows=9)
+    batch.query[18:] = 0.0  # a graph's padding rows are computed, too
+    metadata = metadata_of(backend, batch, requests, full_graphs=True)
     assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 27)
     (tail,) = metadata.tails
     assert tail.max_len == 9
     assert tail.masks.data_ptr() == batch.row_masks.data_ptr()
     assert tail.lens.data_ptr() == batch.tail_lens.data_ptr()
-    impl: Any = TreeTritonMLAImpl.__new__(TreeTritonMLAImpl)
-    impl.kv_lora_rank, impl.scale = RANK, batch.scale
-    out, _ = impl.forward_mqa(batch.query, batch.k_cache[:, :, 0], metadata, None)
-    assert not out[18:].any() and out[:18].isfinite().all()
+    assert_attends(backend, batch, metadata)
 
 
-def test_workspaces_are_for_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM reserves its decode kernel's scratch for the threshold that stands while it starts."""
+def test_flash_attention_plans_in_place() -> None:
+    """Of every step the plan lies where a captured graph reads it, made of this step's prefixes."""
+    builder = make_builder("FLASH_ATTN_MLA", RANK, ROPE, HEADS, BUDGET + 1, full_graphs=True)
+    steps = ([tree(20, 9), tree(33, 9)], [chunk(5, 1), chunk(6, 1)], [tree(41, 9), tree(0, 9)])
+    for requests in steps:
+        batch = batch_of(requests)
+        metadata = build(builder, batch, step_of(requests), max_seq_len=4096)
+        plan = metadata.decode.scheduler_metadata
+        assert plan.data_ptr() == builder.scheduler_metadata.data_ptr()
+        assert not builder.scheduler_metadata[plan.shape[0] :].any()
+        assert_attends("FLASH_ATTN_MLA", batch, metadata)
+    mixed = [tree(20, 9), chunk(0, 4)]
+    assert build(builder, batch_of(mixed), step_of(mixed)).decode.scheduler_metadata is None
+
+
+def test_flash_attentions_partial_results_are_bounded() -> None:
+    from vllm_ddtree.attention.flash_attn_mla import prefix_splits
+
+    assert prefix_splits(64 * 8, 0) == 32
+    assert prefix_splits(64 * 8, 16) == 16
+    assert prefix_splits(64 * 8, 1) == 1
+    assert prefix_splits(32 * 64 * 8, 32) == 8
+    assert prefix_splits(32 * 64 * 128, 32) == 1
+    requests = [tree(20, 9)]
+    for full_graphs in (False, True):
+        metadata = metadata_of("FLASH_ATTN_MLA", batch_of(requests), requests, full_graphs)
+        assert metadata.decode.max_num_splits == 32
+
+
+@pytest.mark.parametrize(
+    ("requests", "length"),
+    [
+        ([tree(20, 9), tree(33, 9)], 9),
+        ([tree(20, 2), tree(33, 2)], 2),
+        ([tree(20, 9), tree(33, 4)], 0),
+        ([tree(20, 9), chunk(33, 9)], 0),
+        ([tree(20, 8, before=1), tree(20, 9)], 0),
+        ([chunk(33, 9)], 0),
+    ],
+)
+def test_flashmla_takes_trees_of_one_length(requests: list[Request], length: int) -> None:
+    assert metadata_of("FLASHMLA", batch_of(requests), requests).uniform_len == length
+
+
+@pytest.mark.parametrize(("last", "length"), [(9, 9), (4, 0)])
+def test_flashmla_with_padded_rows_but_no_requests_for_them(last: int, length: int) -> None:
+    requests = [tree(20, 9), tree(33, last)]
+    batch = batch_of(requests, padded_rows=5)
+    metadata = metadata_of("FLASHMLA", batch, requests)
+    assert metadata.uniform_len == length
+    assert_attends("FLASHMLA", batch, metadata)
+
+
+@pytest.mark.parametrize("backend", SUPPORTED_MLA_BACKENDS)
+def test_what_vllms_builder_starts_with(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """TRITON_MLA's reserves its decode kernel's scratch for the threshold that stands while it
+    starts; the others keep their split for steps without trees.
+    """
     seen = []
+    base: Any = builder_base(backend)
+    expected = base.reorder_batch_threshold, base.query_len_support
 
     def init(self: Any, *args: Any) -> None:
         seen.append((self.reorder_batch_threshold, self.query_len_support))
 
-    monkeypatch.setattr(TritonMLAMetadataBuilder, "__init__", init)
-    kind: Any = latent_tree_builder(TritonMLAMetadataBuilder)
+    monkeypatch.setattr(base, "__init__", init)
+    kind: Any = make_impl(backend, RANK, ROPE, 1.0).tree_builder(base)
     builder = kind(None, ["layer"], None, torch.device("cpu"))
     assert issubclass(kind, MLACommonMetadataBuilder)
-    assert seen == [(1, QueryLenSupport.SINGLE_ONLY)]
-    assert builder.query_len_support is QueryLenSupport.VARLEN
+    assert kind.__name__ == f"Tree{base.__name__}"
+    if backend == "TRITON_MLA":
+        expected = (1, QueryLenSupport.SINGLE_ONLY)
+    assert seen == [expected] and builder.own_split == expected
     assert np.isscalar(builder.reorder_batch_threshold)
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,6 +336,7 @@ def test_a_hybrid_target(tmp_path: Path) -> None:
         ("is_encoder_decoder", True, "an encoder"),
         ("uses_mrope", True, "M-RoPE"),
         ("rswa_window", 64, "sliding-window"),
+        ("hf_text_config", SimpleNamespace(index_topk=64), "sparse latent attention"),
     ],
 )
 def test_other_targets(
@@ -351,30 +353,84 @@ def test_other_targets(
         assert part in message
 
 
-@pytest.mark.parametrize("backend", [None, "FLASHMLA", "FLASH_ATTN_MLA", "FLASH_ATTN"])
-def test_a_latent_target_needs_its_backend(
-    monkeypatch: pytest.MonkeyPatch, backend: str | None
+class Named:
+    """Stands for an attention backend's class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_name(self) -> str:
+        return self.name
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "chosen"),
+    [
+        # Hopper; with a block size of 8, say; Blackwell; older.
+        (None, ["FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA"], "FLASH_ATTN_MLA"),
+        (None, ["FLASHMLA", "TRITON_MLA"], "FLASHMLA"),
+        (None, ["FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"], "TRITON_MLA"),
+        (None, ["TRITON_MLA"], "TRITON_MLA"),
+        ("TRITON_MLA", ["FLASH_ATTN_MLA", "TRITON_MLA"], "TRITON_MLA"),
+        ("FLASHMLA", ["FLASH_ATTN_MLA", "FLASHMLA"], "FLASHMLA"),
+        (None, ["FLASHINFER_MLA"], ["for which vLLM has FLASHINFER_MLA", "use method dflash"]),
+        (None, [], ["for which vLLM has no backend", "use method dflash"]),
+        ("CUTLASS_MLA", ["CUTLASS_MLA"], ["--attention-backend=CUTLASS_MLA", "leave it out"]),
+        ("FLASH_ATTN", ["FLASH_ATTN_MLA"], ["--attention-backend=FLASH_ATTN ", "leave it out"]),
+    ],
+)
+def test_the_backend_of_a_latent_target(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None,
+    platform: list[str],
+    chosen: str | list[str],
 ) -> None:
-    """Nano with multi-head latent attention."""
+    """Nano with multi-head latent attention, on a platform with these backends, its own choice
+    first.
+    """
+    from vllm.config import get_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from vllm_ddtree.checks import check_engine_config
 
     args, config = EngineArgs(model=str(TARGET)), build()
-    monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda _: True))
     attention = config.attention_config
-    monkeypatch.setattr(attention, "backend", AttentionBackendEnum[backend] if backend else None)
+
+    def get_attn_backend(head_size: int, *args: Any, use_mla: bool, num_heads: int) -> Named:
+        assert use_mla and (head_size, num_heads) == (
+            config.model_config.get_head_size(),
+            config.model_config.get_num_attention_heads(config.parallel_config),
+        )
+        assert get_current_vllm_config() is config
+        backend = attention.backend.name if attention.backend else [*platform, ""][0]
+        if backend not in platform:
+            raise ValueError("not valid")
+        return Named(backend)
+
+    monkeypatch.setattr(selector, "get_attn_backend", get_attn_backend)
+    monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda _: True))
+    attention.backend = AttentionBackendEnum[asked] if asked else None
+    if isinstance(chosen, str):
+        check_engine_config(args, config)
+        assert attention.backend is AttentionBackendEnum[chosen]
+        return
     message = refusal(lambda: check_engine_config(args, config))
-    for part in (
-        f"--attention-backend={backend or 'auto'}",
-        f"target {str(TARGET)!r}",
-        "multi-head latent attention",
-        "use TRITON_MLA",
-    ):
+    supported = "FLASH_ATTN_MLA, FLASHMLA or TRITON_MLA"
+    for part in (f"target {str(TARGET)!r}", "latent attention", supported, *chosen):
         assert part in message
-    monkeypatch.setattr(attention, "backend", AttentionBackendEnum.TRITON_MLA)
-    check_engine_config(args, config)
+
+
+def test_this_platform_has_no_backend_for_trees_in_latents() -> None:
+    """vLLM's own selector: the CPU's answer, whatever is asked for, is its own backend."""
+    from vllm_ddtree import compat
+
+    config = build()
+    before = config.attention_config.backend
+    for asked in (None, "FLASH_ATTN_MLA", "TRITON_MLA"):
+        assert compat.mla_backend(config, asked) in ("CPU_MLA", "AMX_MLA")
+    assert config.attention_config.backend is before
 
 
 @pytest.fixture

@@ -111,14 +111,19 @@ def deepseek_v2(folder: Path) -> Pair:
 
 
 @pytest.mark.parametrize(
-    ("kind", "budget", "triton_mla"),
-    [(deepseek_v3, 5, False), (deepseek_v2, 20, True)],
+    ("kind", "budget", "backend", "triton_mla"),
+    [(deepseek_v3, 5, "TRITON_MLA", False), (deepseek_v2, 20, None, True)],
     indirect=["triton_mla"],
     ids=["deepseek_v3-5", "deepseek_v2-20-asynchronous"],
 )
 def test_same_tokens_as_without_speculation(
-    kind: Callable[[Path], Pair], budget: int, triton_mla: bool, tmp_path: Path
+    kind: Callable[[Path], Pair],
+    budget: int,
+    backend: str | None,
+    triton_mla: bool,
+    tmp_path: Path,
 ) -> None:
+    """`backend` None: of what DDTree supports, TRITON_MLA is the one that this platform has."""
     pair = kind(tmp_path)
     prompts = [[(7 * i * i + i) % models.VOCABULARY for i in range(n)] for n in (70, 3, 33, 16, 1)]
     params = [
@@ -132,12 +137,14 @@ def test_same_tokens_as_without_speculation(
     with open_engine(
         pair.target,
         ddtree(pair, budget),
-        attention_backend="TRITON_MLA",
+        attention_backend=backend,
         max_num_batched_tokens=64,
         enable_chunked_prefill=True,
         **ENGINE,
     ) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling is triton_mla
+        config = llm.llm_engine.vllm_config
+        assert config.scheduler_config.async_scheduling is triton_mla
+        assert config.attention_config.backend.name == "TRITON_MLA"
         result = generate(llm, prompts, params)
     assert result.token_ids == expected.token_ids
     assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens

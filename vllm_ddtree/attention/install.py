@@ -14,18 +14,19 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_ddtree.attention.latent_metadata import latent_tree_builder
 from vllm_ddtree.attention.metadata import tree_builder
 from vllm_ddtree.attention.supported import (
     FP8_CACHES,
+    FP8_MLA_BACKENDS,
     SUPPORTED_BACKENDS,
     SUPPORTED_MLA_BACKENDS,
+    one_of,
 )
 from vllm_ddtree.attention.variant import variant_of
 from vllm_ddtree.runtime import Runtime
 
 
-def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
+def tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
     """Tree-aware implementation class of a backend, and its form (for a layer's sliding window) in
     words.
     """
@@ -37,6 +38,14 @@ def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]
         from vllm_ddtree.attention import triton
 
         return triton.TreeTritonAttentionImpl, triton.FORM
+    if backend_name == "FLASH_ATTN_MLA":
+        from vllm_ddtree.attention import flash_attn_mla
+
+        return flash_attn_mla.TreeFlashAttnMLAImpl, flash_attn_mla.FORM
+    if backend_name == "FLASHMLA":
+        from vllm_ddtree.attention import flashmla
+
+        return flashmla.TreeFlashMLAImpl, flashmla.FORM
     if backend_name == "TRITON_MLA":
         from vllm_ddtree.attention import triton_mla
 
@@ -49,8 +58,8 @@ def _tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]
 @functools.cache
 def tree_backend(base: type) -> type:
     """The tree-aware form of an attention backend class; it keeps the backend's name."""
-    impl, _ = _tree_impl(base.get_name())  # type: ignore[attr-defined]
-    make_builder = latent_tree_builder if base.is_mla() else tree_builder  # type: ignore[attr-defined]
+    impl, _ = tree_impl(base.get_name())  # type: ignore[attr-defined]
+    make_builder = getattr(impl, "tree_builder", tree_builder)
 
     class TreeBackend(base):
         @staticmethod
@@ -93,12 +102,12 @@ def check_layer(name: str, layer: Any) -> None:
     if layer.attn_type != AttentionType.DECODER:
         raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
     backend = layer.attn_backend.get_name()
-    base = _tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_BACKENDS else None
+    base = tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_BACKENDS else None
     if base is None or not isinstance(impl, base):
         raise _refuse(
             name,
             f"attention backend {backend}",
-            "set --attention-backend to FLASH_ATTN or TRITON_ATTN",
+            f"set --attention-backend to {one_of(SUPPORTED_BACKENDS[:2])}",
         )
     if getattr(impl, "alibi_slopes", None) is not None:
         raise _refuse(name, "ALiBi", elsewhere)
@@ -124,12 +133,17 @@ def _check_latent_layer(name: str, layer: Any) -> None:
     if getattr(layer, "use_sparse", False) or getattr(layer.impl, "is_sparse", False):
         raise _refuse(name, "sparse latent attention (an indexer)", elsewhere)
     backend = layer.attn_backend.get_name()
-    base = _tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_MLA_BACKENDS else None
+    base = tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_MLA_BACKENDS else None
     if base is None or type(layer.impl) is not base:
-        raise _refuse(name, f"attention backend {backend}", "set --attention-backend to TRITON_MLA")
+        raise _refuse(
+            name,
+            f"attention backend {backend}",
+            f"set --attention-backend to {one_of(SUPPORTED_MLA_BACKENDS)}",
+        )
     if layer.sliding_window is not None:
         raise _refuse(name, "latent attention with a sliding window", elsewhere)
-    if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16", *FP8_CACHES):
+    caches = FP8_CACHES if backend in FP8_MLA_BACKENDS else ()
+    if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16", *caches):
         raise _refuse_cache(name, layer)
 
 
@@ -158,7 +172,7 @@ def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
         check_layer(name, layer)
     forms = set()
     for layer in layers.values():
-        impl, form = _tree_impl(layer.attn_backend.get_name(), layer.sliding_window)
+        impl, form = tree_impl(layer.attn_backend.get_name(), layer.sliding_window)
         layer.attn_backend = tree_backend(layer.attn_backend)
         layer.impl.__class__ = impl
         layer.impl.tree_runtime = runtime

@@ -5,7 +5,8 @@ vLLM splits such a batch: the requests in front, by length, are "decodes" and at
 cache itself (`forward_mqa`), the others are prefills (model_executor/layers/attention/
 mla_attention.py). Model Runner V2 puts requests with drafts first (`sort_batch_req_ids`), so a
 threshold of a tree's rows makes decodes of all trees, of whatever length. It makes decodes of the
-short prefills behind them, too.
+short prefills behind them, too. A step without trees is split as vLLM splits it, for its own
+kernel; TRITON_MLA's, which takes single rows only here, leaves the short prefills to ours.
 """
 
 import functools
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
 from vllm_ddtree.attention.latent import Tail
 from vllm_ddtree.attention.metadata import layer_runtime
@@ -23,21 +25,22 @@ from vllm_ddtree.attention.metadata import layer_runtime
 def latent_tree_builder(base: type) -> type:
     """The tree-aware form of an MLA backend's metadata builder class.
 
-    Its metadata carry `tails`: the rows of trees and the other rows of the decodes, or None if
-    every decode is of one row, for which the backend's own kernel is there.
+    Its metadata carry `tails`: the rows of trees and the other rows of the decodes, or None if the
+    backend's own kernel serves all decodes.
     """
+    # vLLM would reserve its scratch for as many rows as a tree has.
+    single_rows = issubclass(base, TritonMLAMetadataBuilder)
 
     class LatentTreeMetadataBuilder(base):
-        # While vLLM's part is made: its own decode kernel gets single rows only, which is what
-        # workspaces must be reserved for.
-        query_len_support = QueryLenSupport.SINGLE_ONLY
+        if single_rows:
+            query_len_support = QueryLenSupport.SINGLE_ONLY
 
         def __init__(
             self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             self.layer_names = layer_names
-            self.query_len_support = QueryLenSupport.VARLEN
+            self.own_split = self.reorder_batch_threshold, self.query_len_support
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -55,12 +58,17 @@ def latent_tree_builder(base: type) -> type:
             common = common_attn_metadata
             runtime = layer_runtime(self)
             step, rows = runtime.step, runtime.rows
-            self.reorder_batch_threshold = max(runtime.num_rows, step.max_verify_len)
+            if step.max_verify_len or single_rows:
+                self.reorder_batch_threshold = max(runtime.num_rows, step.max_verify_len)
+                self.query_len_support = QueryLenSupport.VARLEN
+            else:
+                self.reorder_batch_threshold, self.query_len_support = self.own_split
             metadata = super().build(common_prefix_len, common, fast_build)
             metadata.tails = None
             num_reqs = metadata.num_decodes
             single = metadata.num_decode_tokens == num_reqs or common.max_query_len == 1
-            if num_reqs == 0 or (single and not step.max_verify_len):
+            own = single or not single_rows
+            if num_reqs == 0 or (own and not step.max_verify_len):
                 return metadata
             ends = common.query_start_loc[1 : num_reqs + 1]
             tree_lens = rows.tail_lens[:num_reqs]
@@ -73,7 +81,8 @@ def latent_tree_builder(base: type) -> type:
             if step.has_plain_rows and metadata.num_decode_tokens > step.num_tree_rows:
                 plain_ends = ends - tree_lens
                 lens = plain_ends - common.query_start_loc[:num_reqs]
-                prefix_lens = common.seq_lens[:num_reqs] - tree_lens - lens
+                # A prefix pass may go over all requests, and need not read for those without rows.
+                prefix_lens = (common.seq_lens[:num_reqs] - tree_lens - lens) * (lens > 0)
                 max_len = min(int(common.max_query_len), self.reorder_batch_threshold)
                 tails.append(Tail(plain_ends, lens, prefix_lens, max_len, None))
             metadata.tails = tails

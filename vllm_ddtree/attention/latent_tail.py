@@ -12,6 +12,9 @@ from vllm.triton_utils import tl, triton
 from vllm_ddtree.attention.latent_prefix import check_dtypes, num_stages
 from vllm_ddtree.attention.prefix import LOG2_E
 
+TILE_ROWS = 16
+"""(row, head) pairs of one program."""
+
 
 def latent_tail(
     query: torch.Tensor,
@@ -39,8 +42,8 @@ def latent_tail(
     tail_ends     int32 [>= R]     row after the last tail row of each request
     tail_lens     int32 [>= R]     rows of each request's tail, 0: none
     prefix_out    [P, T, Hq, rank] for P key segments; with P = 1 it may be ``out`` itself
-    prefix_lse    float32 [P, Hq, T]; natural logarithm; -inf: an empty part, whose output is not
-                  read
+    prefix_lse    float32 [P, Hq, T]; natural logarithm; -inf or +inf (as FlashMLA has it): an
+                  empty part, whose output is not read
     out           [T, Hq, rank]
     max_tail      upper bound of tail_lens
     cache_scale   float32, one element: what the numbers of an fp8 cache are multiplied by;
@@ -59,7 +62,7 @@ def latent_tail(
         )
     group, rank = query.shape[1:]
     rope = cache.shape[-1] - rank
-    block_m = 16
+    block_m = TILE_ROWS
     grid = (num_reqs, triton.cdiv(max_tail * group, block_m))
     _latent_tail_kernel[grid](
         query,
@@ -92,7 +95,7 @@ def latent_tail(
         BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
         BLOCK_M=block_m,
         BLOCK_N=16 if max_tail <= 16 else 32,
-        num_warps=4,
+        num_warps=8 if block_m > 16 else 4,
         num_stages=num_stages(block_m, cache),
     )
 
@@ -182,7 +185,8 @@ def _latent_tail_kernel(
     lse_rows = prefix_lse + head * lse_stride_h + row * lse_stride_t
     prefix_rows = prefix_out + row * prefix_stride_t + head * prefix_stride_h
     for _ in range(num_segments):
-        score = tl.load(lse_rows, mask=valid, other=float("-inf")) * 1.4426950408889634  # log2(e)
+        lse = tl.load(lse_rows, mask=valid, other=float("-inf"))
+        score = tl.where(lse == float("inf"), float("-inf"), lse) * 1.4426950408889634  # log2(e)
         filled = score > float("-inf")
         part = tl.load(
             prefix_rows[:, None] + dim[None, :], mask=in_tile & filled[:, None], other=0.0
