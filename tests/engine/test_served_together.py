@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is started with, in one engine a case: grammars of guidance, outlines and
-lm-format-enforcer, priorities and preemption, logits processors of the user's, modes of logprobs, a
-drafter of shorter length.
+"""What an engine is started with, in one engine a case: grammars of guidance and outlines,
+priorities and preemption, logits processors of the user's, modes of logprobs, a drafter of shorter
+length.
 """
 
 from __future__ import annotations
@@ -202,19 +202,12 @@ def test_logits_processors_of_the_users(nano_pair: Pair) -> None:
 
 
 def test_beams_and_one_slot(nano_pair: Pair) -> None:
-    """Beam search (one-token requests with logprobs) and a queue behind a single slot, with a
-    grammar of lm-format-enforcer in it.
-    """
+    """Beam search (one-token requests with logprobs) and a queue behind a single slot."""
     from vllm.sampling_params import BeamSearchParams
 
-    grammars = {"backend": "lm-format-enforcer"}
-    constrained = greedy(12, **structured(regex=r"[a-c]{4}=[0-9]{3}"), **SEEDED)
-
     def run(spec: dict[str, Any] | None) -> tuple[Any, Any, Any]:
-        keys: dict[str, Any] = {"max_num_seqs": 1, "structured_outputs_config": grammars}
-        with open_engine(nano_pair.target, spec, **keys) as llm:
-            params = [greedy(7), greedy(7, **SEEDED), greedy(1), constrained]
-            queue = generate(llm, PROMPTS[:4], params)
+        with open_engine(nano_pair.target, spec, max_num_seqs=1) as llm:
+            queue = generate(llm, PROMPTS[:3], [greedy(7), greedy(7, **SEEDED), greedy(1)])
             beams = llm.beam_search(
                 [{"prompt": PROMPTS[0]}], BeamSearchParams(beam_width=2, max_tokens=3)
             )
