@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm_ddtree import compat, invariants
+from vllm_ddtree import compat
 
 
 def install() -> None:
@@ -18,7 +18,7 @@ def install() -> None:
     except compat.SeamError as error:
         raise ValueError(f"method 'ddtree' cannot be used: {error}") from error
     compat.hook_runner(is_ddtree, _make_speculator, _make_model_state, _core_ready, _auto_tiers)
-    if invariants.enabled():
+    if _checks():
         compat.hook_outputs(is_ddtree, _step_done)
 
 
@@ -44,10 +44,16 @@ def _core_ready(engine_core: Any) -> None:
         from vllm_ddtree.budget import auto, cost
 
         auto.attach(engine_core, engine_core.model_executor.collective_rpc(cost.measure)[0])
-    if invariants.enabled():
+    if _checks():
         from vllm_ddtree.invariants import stop
 
         stop.attach(engine_core.scheduler)
+
+
+def _checks() -> bool:
+    from vllm_ddtree import invariants
+
+    return invariants.enabled()
 
 
 def _step_done(model_state: Any, output: Any) -> None:

@@ -23,7 +23,7 @@ NEVER = 5
 
 def run(drafter: Path | None) -> Result:
     """Prompts up to 101 tokens."""
-    spec = drafter and ddtree(NANO._replace(drafter=drafter), 12)
+    spec = ddtree(NANO._replace(drafter=drafter), 12) if drafter else None
     params = [greedy(n, temperature=0.8 * (i == 1), seed=4) for i, n in enumerate(LENGTHS)]
     more = {**ENGINE, "per_request_spec_decode_metrics": "detailed" if spec else "none"}
     return run_engine(NANO.target, spec, [PROMPTS[5], PROMPTS[0], PROMPTS[3]], params, **more)
