@@ -35,7 +35,7 @@ SPEC: dict[str, Any] = {"method": "ddtree", "model": str(NANO.drafter), "budget"
 REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
     (PROMPTS[0], 10, {}),
     (PROMPTS[1], 9, {"temperature": 1.0, "seed": 1}),
-    (PROMPTS[5], 99, {"presence_penalty": 0.5}),  # a chain, to the length limit
+    (PROMPTS[5], 5, {"presence_penalty": 0.5}),  # a chain
     (PROMPTS[2], 7, {"temperature": 0.6, "seed": 2, "top_p": 0.9, "top_k": 20}),
 ]
 
@@ -138,6 +138,15 @@ def test_what_another_rank_finds_stops_the_request(ranks: LLM) -> None:
     for i in (0, 2, 3):
         assert result.token_ids[i] == one_rank(False).token_ids[i]
     assert rounds(ranks) > 5
+
+
+def test_to_the_length_limit(ranks: LLM) -> None:
+    """Steps with fewer nodes and at last none; the tests after this one go on."""
+    result = generate(ranks, [PROMPTS[5]], greedy(99))
+    prompt = len(result.outputs[0].prompt_token_ids)
+    assert prompt + len(result.token_ids[0]) == ENGINE["max_model_len"]
+    (_, _, one), (_, _, other) = ranks.collective_rpc(recorded)
+    assert one == other and len(one) > 3
 
 
 def test_requests_without_a_seed(ranks: LLM) -> None:
