@@ -290,7 +290,7 @@ def test_the_ends_lie_inside_accepted_paths(
     assert re.fullmatch(REGEX, out["regex"].text)
     assert out["choice"].text in CHOICES
     assert set(json.loads(out["json"].text)) == {"kind", "ok"}
-    call = re.fullmatch(r"[a-z]{3} <f>(.+)</f>", out["tag"].text)
+    call = re.fullmatch(r"(?s)[a-z]{3} <f>(.+)</f>", out["tag"].text)
     assert call and set(json.loads(call[1])) == {"kind", "ok"}
     assert re.fullmatch(r"SELECT col_[12] FROM col_[12]", out["grammar"].text)
 
