@@ -261,8 +261,13 @@ def counters() -> dict[str, float]:
     """vLLM's counters of the present engine that the report shows."""
     from vllm.v1.metrics.reader import get_metrics_snapshot
 
-    names = ("num_preemptions", "prefix_cache_hits", "generation_tokens")
-    names += ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
+    names = [
+        "num_preemptions",
+        "prefix_cache_hits",
+        "generation_tokens",
+        "spec_decode_num_drafts",
+        "spec_decode_num_accepted_tokens",
+    ]
     values: Counter[str] = Counter()
     for metric in get_metrics_snapshot():
         name = metric.name.removeprefix("vllm:")
@@ -535,7 +540,11 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         write(report, args.out)
     await soak_plain(outcomes, differences, requests.eos, args, report)
     for d in differences:
-        found_in = {"engine": d.engine, "against": d.against, "request": d.request.name}
+        found_in: dict[str, Any] = {
+            "engine": d.engine,
+            "against": d.against,
+            "request": d.request.name,
+        }
         found_in |= {"params": d.request.params, "at": d.at, "got": d.got, "want": d.want}
         report["differences"].append({**found_in, "gap": d.gap})
         if not d.gap <= args.tie:

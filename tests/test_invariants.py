@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,9 @@ from vllm_ddtree import invariants
 from vllm_ddtree.attention.rows import RowBuffers, prepare_rows
 from vllm_ddtree.budget.meter import Meter
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors
+from vllm_ddtree.invariants.free_slots import FreeSlots
+from vllm_ddtree.invariants.step import Commit, check_step
+from vllm_ddtree.invariants.stop import Broken
 from vllm_ddtree.runtime import Runtime, Step
 from vllm_ddtree.sampler.walk import walk
 from vllm_ddtree.tree.buffers import TreeBuffers
@@ -82,8 +84,8 @@ class State:
     def compactors(self) -> list[tuple[int, KVCompactor]]:
         return [(1, compactor) for compactor in make_compactors(self.caches)]
 
-    def check(self) -> invariants.Commit:
-        return invariants.check_step(
+    def check(self) -> tuple[Broken, Commit]:
+        return check_step(
             self.runtime, self.compactors, self.idx_mapping, self.num_sampled, self.num_computed
         )
 
@@ -113,9 +115,9 @@ def state(device: str, right: State) -> Iterator[State]:
 def test_a_right_step_passes(state: State) -> None:
     lengths = state.runtime.path_lens[1:3].tolist()
     assert lengths[0] > 2 and int(state.runtime.path_rows[1, 1]) > 1
-    commit = state.check()
+    broken, commit = state.check()
     state.compact()
-    commit.check()
+    assert broken == {} == commit.check()
 
 
 def first_row(state: State) -> int:
@@ -214,32 +216,38 @@ def shorter_prefix(state: State) -> None:
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_it_fires(state: State, invariant: str, breaks: Callable[[State], None]) -> None:
+    """For the request that it is about, and for no other one."""
     breaks(state)
-    with pytest.raises(RuntimeError, match=f"request 'two': {re.escape(invariant)}"):
-        state.check()
+    broken, commit = state.check()
+    sharing = {"one", "two"} if breaks is one_slot_twice else {"two"}
+    assert broken.keys() == sharing
+    assert broken["two"].startswith(invariant)
+    state.compact()
+    assert commit.check() == {}  # of the other one
 
 
 def test_a_chain_that_skips_rows(state: State) -> None:
     state.runtime.step.as_chains = True
-    with pytest.raises(RuntimeError, match="request 'one': a chain's accepted rows lie in place"):
-        state.check()
+    broken, _ = state.check()
+    assert broken["one"].startswith("a chain's accepted rows lie in place")
 
 
 def test_rows_that_were_not_moved(state: State) -> None:
-    commit = state.check()
-    with pytest.raises(RuntimeError, match="request 'one': accepted rows = compacted rows"):
-        commit.check()
+    _, commit = state.check()
+    broken = commit.check()
+    assert broken.keys() == {"one", "two"}
+    assert broken["one"].startswith("accepted rows = compacted rows")
 
 
 def test_a_row_that_was_overwritten(state: State) -> None:
-    commit = state.check()
+    _, commit = state.check()
     state.compact()
     slots = state.runtime.step.slot_mappings
     assert slots is not None
     slot = int(slots[1, first_row(state) + 1])
     state.caches[1][slot // BLOCK_SIZE, 1, slot % BLOCK_SIZE, 3] += 1
-    with pytest.raises(RuntimeError, match=r"'two': .*cache 1: path elements \[1\]"):
-        commit.check()
+    broken = commit.check()
+    assert broken.keys() == {"two"} and "cache 1: path elements [1]" in broken["two"]
 
 
 def test_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,3 +256,49 @@ def test_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         assert invariants.enabled() is expected
     monkeypatch.delenv("VLLM_DDTREE_CHECK")
     assert not invariants.enabled()
+
+
+BLOCK = 5
+
+
+@pytest.fixture
+def free(state: State) -> tuple[FreeSlots, Callable[[int], None]]:
+    """A step before its forward, and a write to a slot of its second cache.
+
+    Request "one" has block 5, with a row in its first slot, "two" block 6, nobody another one.
+    """
+    slots = torch.full((2, 3), -1, dtype=torch.int64)
+    slots[1] = torch.tensor([BLOCK * BLOCK_SIZE, (BLOCK + 1) * BLOCK_SIZE, -1])
+    step = Step(num_reqs=2, req_ids=["one", "two"], slot_mappings=slots)
+    tables = torch.tensor([[BLOCK, 9], [BLOCK + 1, 9]], dtype=torch.int32)
+    lengths = torch.tensor([BLOCK_SIZE, 1], dtype=torch.int32)
+    caches = FreeSlots(step, state.compactors, [tables, tables], lengths)
+
+    def write(slot: int) -> None:
+        state.caches[1][slot // BLOCK_SIZE, 0, slot % BLOCK_SIZE, 3] += 1
+
+    return caches, write
+
+
+def test_a_step_writes_its_own_slots(free: tuple[FreeSlots, Callable[[int], None]]) -> None:
+    caches, write = free
+    write(BLOCK * BLOCK_SIZE)
+    assert caches.check() == {}
+
+
+def test_a_slot_of_a_request_that_is_no_rows(
+    free: tuple[FreeSlots, Callable[[int], None]],
+) -> None:
+    caches, write = free
+    write(slot := BLOCK * BLOCK_SIZE + 1)
+    broken = caches.check()
+    assert broken.keys() == {"one"}
+    assert f"free slots are never written: KV group 1, cache 1: slots [{slot}]" in broken["one"]
+
+
+def test_a_slot_of_nobody(free: tuple[FreeSlots, Callable[[int], None]]) -> None:
+    """Beyond a request's length, too: nobody can be told whose data it was."""
+    caches, write = free
+    write(9 * BLOCK_SIZE + 2)
+    with pytest.raises(RuntimeError, match=r"slots \[74\] of blocks \[9\].*no request of the step"):
+        caches.check()

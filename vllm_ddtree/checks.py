@@ -108,7 +108,8 @@ def _choose_mla_backend(vllm_config: Any) -> None:
     """
     attention, name = vllm_config.attention_config, vllm_config.model_config.model
     cache_dtype = vllm_config.cache_config.cache_dtype
-    supported, what = SUPPORTED_MLA_BACKENDS, "multi-head latent attention"
+    supported: tuple[str, ...] = SUPPORTED_MLA_BACKENDS
+    what = "multi-head latent attention"
     if cache_dtype in FP8_CACHES:
         supported, what = FP8_MLA_BACKENDS, f"{what} and --kv-cache-dtype={cache_dtype}"
     if attention.backend is not None:

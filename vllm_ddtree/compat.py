@@ -18,7 +18,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +45,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GPUModelRunner.postprocess_sampled",
         "GPUModelRunner.execute_model",
         "GPUModelRunner.get_draft_model",
+        "GPUModelRunner.sample_tokens",
         "sort_batch_req_ids",
     ),
     "vllm.v1.engine.core": ("EngineCore.__init__", "EngineCore._initialize_kv_caches"),
@@ -52,6 +53,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "Scheduler.update_from_output",
         "Scheduler.make_spec_decoding_stats",
         "Scheduler.make_stats",
+        "Scheduler.finish_requests",
     ),
     "vllm.v1.worker.gpu.async_utils": ("AsyncOutput.get_output",),
     "vllm.v1.metrics.loggers": (
@@ -108,6 +110,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "_iter_request_chunks",
     ),
     # Used as they are.
+    "vllm.v1.core.kv_cache_manager": (
+        "KVCacheManager.get_block_ids",
+        "KVCacheManager.evict_blocks",
+    ),
+    "vllm.v1.engine": ("EngineCoreOutput", "EngineCoreOutputs.outputs"),
+    "vllm.v1.request": ("RequestStatus.FINISHED_ERROR",),
+    "vllm.outputs": ("RequestError.message",),
     "vllm.v1.worker.gpu.sample.sampler": ("Sampler.sample", "Sampler.get_logprobs_dims"),
     "vllm.v1.worker.gpu.sample.logprob": ("compute_topk_scores",),
     "vllm.v1.worker.gpu.input_batch": ("get_num_sampled_and_rejected", "InputBatch"),
@@ -333,6 +342,49 @@ def new_spec_decoding_stats(num_spec_tokens: int) -> Any:
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     return SpecDecodingStats.new(num_spec_tokens)
+
+
+def model_runner_output(output: Any) -> Any:
+    """The `ModelRunnerOutput` of a step's output, which may still be on its way to the host."""
+    return getattr(output, "model_runner_output", output)
+
+
+def stop_with_error(scheduler: Any, req_ids: Collection[str]) -> list[Any]:
+    """Finish requests with an error; their blocks are freed and forgotten by the prefix cache.
+
+    Returns:
+        The requests that were not finished yet.
+
+    """
+    from vllm.v1.request import RequestStatus
+
+    if not req_ids:
+        return []
+    manager = scheduler.kv_cache_manager
+    there = [req_id for req_id in req_ids if req_id in scheduler.requests]
+    blocks = {block for req_id in there for ids in manager.get_block_ids(req_id) for block in ids}
+    stopped: list[Any] = scheduler.finish_requests(there, RequestStatus.FINISHED_ERROR)
+    manager.evict_blocks(blocks)
+    return stopped
+
+
+def add_error_output(outputs: dict[int, Any], request: Any, message: str) -> None:
+    """Tell a stopped request's client, whose outputs are `outputs[request.client_index]`."""
+    from vllm.outputs import RequestError
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    output = EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[],
+        finish_reason=request.get_finished_reason(),
+        stop_reason=message,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+    )
+    if hasattr(output, "error"):  # vLLM 0.33
+        output.error = RequestError(code="ddtree_invariant", message=message)
+    client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+    client.outputs = [*client.outputs, output]
 
 
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -658,3 +710,19 @@ def hook_metrics(
     _replace(StatLoggerManager, "__init__", manager_init)
     _replace(StatLoggerManager, "record", manager_record)
     _replace(SpecDecodingProm, "__init__", prom_init)
+
+
+def hook_checks(is_ddtree: Callable[[Any], bool], step_done: Callable[[Any, Any], None]) -> None:
+    """Call `step_done` with the model state and the output of every step of a DDTree runner."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    def sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+        def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            if is_ddtree(self.vllm_config.speculative_config):
+                step_done(self.model_state, output)
+            return output
+
+        return sample
+
+    _replace(GPUModelRunner, "sample_tokens", sample_tokens)

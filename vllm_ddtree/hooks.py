@@ -28,6 +28,8 @@ def install() -> None:
         _before_step,
     )
     compat.hook_metrics(is_ddtree, _make_metrics, _max_depth)
+    if _checks():
+        compat.hook_checks(is_ddtree, _step_done)
 
 
 def is_ddtree(speculative_config: Any) -> bool:
@@ -60,6 +62,22 @@ def _core_ready(engine_core: Any) -> None:
         from vllm_ddtree.budget import auto, cost
 
         auto.attach(engine_core, engine_core.model_executor.collective_rpc(cost.measure)[0])
+    if _checks():
+        from vllm_ddtree.invariants import stop
+
+        stop.attach(engine_core.scheduler)
+
+
+def _checks() -> bool:
+    from vllm_ddtree import invariants
+
+    return invariants.enabled()
+
+
+def _step_done(model_state: Any, output: Any) -> None:
+    from vllm_ddtree.invariants import stop
+
+    stop.put(model_state, output)
 
 
 def _auto_tiers(schedule: Any) -> list[int] | None:

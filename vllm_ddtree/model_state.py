@@ -18,6 +18,9 @@ from vllm_ddtree import invariants, runtime
 from vllm_ddtree.attention.install import install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
+from vllm_ddtree.invariants.free_slots import FreeSlots
+from vllm_ddtree.invariants.step import check_step
+from vllm_ddtree.invariants.stop import Broken, of_all_ranks
 from vllm_ddtree.metrics.rounds import Form, step_forms
 from vllm_ddtree.runtime import Step
 from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
@@ -74,6 +77,8 @@ class DDTreeStateMixin:
         shards = vllm_config.parallel_config.tensor_parallel_size
         self._mixed_tree_tokens = MIXED_TREE_TOKENS * shards / size**2
         self._check = invariants.enabled()
+        self._free_slots: FreeSlots | None = None
+        self._broken: Broken = {}
         # Latent attention verifies chains by the same kernels as trees.
         self.chains_allowed = not vllm_config.model_config.use_mla
         if not self.chains_allowed:
@@ -188,6 +193,8 @@ class DDTreeStateMixin:
             batch.num_tokens_after_padding,
             int(lens.max()),
         )
+        if self._check and not for_capture:
+            self._free_slots = FreeSlots(rt.step, self.compactors(), block_tables, batch.seq_lens)
         return super().prepare_attn(  # type: ignore[misc]
             input_batch,
             cudagraph_mode,
@@ -232,7 +239,7 @@ class DDTreeStateMixin:
         commit = None
         if self._check and step.verified:
             assert num_computed_tokens is not None
-            commit = invariants.check_step(
+            self._broken, commit = check_step(
                 rt, self.compactors(), idx_mapping, num_sampled, num_computed_tokens
             )
         if step.verified and not step.as_chains:
@@ -247,8 +254,16 @@ class DDTreeStateMixin:
                     step.num_reqs,
                 )
         if commit is not None:
-            commit.check()
+            self._broken |= commit.check()
+        if self._free_slots is not None:
+            self._broken = of_all_ranks(self._free_slots.check() | self._broken)
+            self._free_slots = None
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)  # type: ignore[misc]
+
+    def take_broken(self) -> Broken:
+        """What the checks of the last step found (`VLLM_DDTREE_CHECK=1`)."""
+        broken, self._broken = self._broken, {}
+        return broken
 
 
 class DDTreeModelState(DDTreeStateMixin, DefaultModelState):

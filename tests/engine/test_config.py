@@ -257,6 +257,7 @@ def test_a_longer_block_allows_a_deeper_tree(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size=2", "set it to 1"]),
         ({"data_parallel_size": 2}, ["--data-parallel-size=2", "set it to 1"]),
         ({"enable_lora": True}, ["--enable-lora", "leave it out"]),
+        ({"kv_offloading_size": 1.0}, ["--kv-transfer-config", "leave it out"]),
         ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds", "leave it out"]),
         (
             {"max_num_batched_tokens": 24, "max_num_seqs": 2, "enable_chunked_prefill": True},

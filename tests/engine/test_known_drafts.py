@@ -49,6 +49,23 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
+# Text, then a call whose arguments follow the schema.
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "regex", "pattern": "[a-z]{3} "},
+            {
+                "type": "tag",
+                "begin": "<f>",
+                "content": {"type": "json_schema", "json_schema": SCHEMA},
+                "end": "</f>",
+            },
+        ],
+    },
+}
+
 
 class Request(NamedTuple):
     prompt: str
@@ -96,6 +113,7 @@ def requests(end: int, early: int) -> list[dict[str, Request]]:
         "choice": Request(PROMPTS[1] + "3", structured(choice=CHOICES)),
         "json": Request(PROMPTS[1] + "4", structured(json=SCHEMA), 40),
         "grammar": Request(PROMPTS[1] + "5", structured(grammar=GRAMMAR), 40),
+        "tag": Request(PROMPTS[1] + "7", structured(structural_tag=json.dumps(TAG)), 48),
         "constrained": Request(PROMPTS[1] + "6", {**anything, "presence_penalty": 1.0}),
     }
     ids = {"logprob_token_ids": [7, 199, 1000]}
@@ -272,6 +290,8 @@ def test_the_ends_lie_inside_accepted_paths(
     assert re.fullmatch(REGEX, out["regex"].text)
     assert out["choice"].text in CHOICES
     assert set(json.loads(out["json"].text)) == {"kind", "ok"}
+    call = re.fullmatch(r"(?s)[a-z]{3} <f>(.+)</f>", out["tag"].text)
+    assert call and set(json.loads(call[1])) == {"kind", "ok"}
     assert re.fullmatch(r"SELECT col_[12] FROM col_[12]", out["grammar"].text)
 
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is started with, in one engine a case: guidance grammars, priorities and
-preemption, logits processors of the user's, processed logprobs, a drafter of shorter length.
+"""What an engine is started with, in one engine a case: grammars of guidance and outlines,
+priorities and preemption, logits processors of the user's, modes of logprobs, a drafter of shorter
+length.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,16 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from tests.conftest import Pair
-from tests.engine.harness import PROMPTS, ddtree, generate, greedy, open_engine, run_engine
+from tests.engine.harness import (
+    PROMPTS,
+    Result,
+    ddtree,
+    generate,
+    greedy,
+    keep_async,
+    open_engine,
+    run_engine,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -71,7 +82,29 @@ def test_guidance_and_processed_logprobs(nano_pair: Pair) -> None:
     assert minus_infinity > 0
 
 
-def test_priorities_preempt_and_grammars_resume(nano_pair: Pair) -> None:
+PATTERN = r"[a-z ]{20,24}=[0-9]{3}"
+
+
+@functools.cache
+def unhurried(pair: Pair) -> Result:
+    """Without speculation and with room for all."""
+    return run_engine(pair.target, None, *three(), block_size=32)
+
+
+def three() -> tuple[list[str], list[Any]]:
+    prompts = [PROMPTS[5], PROMPTS[5] + " x", PROMPTS[5] + "\n"]
+    params = [
+        greedy(34, **structured(regex=PATTERN)),
+        greedy(24, presence_penalty=0.5, **SEEDED),
+        greedy(8),
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_priorities_preempt_and_grammars_resume(
+    nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
     """Nine KV blocks: the least urgent request is preempted, the most urgent one goes before it,
     and its grammar goes on where it was.
     """
@@ -83,16 +116,12 @@ def test_priorities_preempt_and_grammars_resume(nano_pair: Pair) -> None:
         "scheduling_policy": "priority",
         "max_num_seqs": 4,
     }
-    pattern = r"[a-z ]{20,24}=[0-9]{3}"
-    prompts = [PROMPTS[5], PROMPTS[5] + " x", PROMPTS[5] + "\n"]
-    params = [
-        greedy(34, **structured(regex=pattern)),
-        greedy(24, presence_penalty=0.5, **SEEDED),
-        greedy(8),
-    ]
-    expected = run_engine(nano_pair.target, None, prompts, params, block_size=32)
+    expected, (prompts, params) = unhurried(nano_pair), three()
+    if asynchronous:
+        keep_async(monkeypatch)
     with open_engine(nano_pair.target, ddtree(nano_pair, 9), **keys) as llm:
         engine = llm.llm_engine
+        assert engine.vllm_config.scheduler_config.async_scheduling == asynchronous
         for i in (0, 1):
             engine.add_request(str(i), prompts[i], params[i], priority=5 - i)
         finished: dict[str, Any] = {}
@@ -109,7 +138,7 @@ def test_priorities_preempt_and_grammars_resume(nano_pair: Pair) -> None:
     order = list(finished)
     assert order.index("2") < order.index("0")  # the urgent one, which came last, went before
     assert [list(finished[str(i)].token_ids) for i in range(3)] == expected.token_ids
-    assert re.fullmatch(pattern, finished["0"].text)
+    assert re.fullmatch(PATTERN, finished["0"].text)
 
 
 class NoRepeat(LogitsProcessor):
@@ -134,10 +163,31 @@ class NoRepeat(LogitsProcessor):
         return logits
 
 
+def values(entries: Any) -> list[dict[int, float]]:
+    return [{token: x.logprob for token, x in (entry or {}).items()} for entry in entries]
+
+
+def same_logprobs(expected: Any, got: Any) -> None:
+    """Of the tokens and, where asked for, of the prompts."""
+    for a, b in zip(expected, got, strict=True):
+        pairs = [(a.outputs[0].logprobs, b.outputs[0].logprobs)]
+        pairs += [(a.prompt_logprobs, b.prompt_logprobs)] if a.prompt_logprobs else []
+        for x, y in pairs:
+            for theirs, mine in zip(values(x), values(y), strict=True):
+                assert mine == pytest.approx(theirs, abs=1e-3)
+
+
 def test_logits_processors_of_the_users(nano_pair: Pair) -> None:
-    """They get chains: rows before a row are the tokens before its token."""
-    keys: dict[str, Any] = {"logits_processors": [NoRepeat], "max_num_seqs": 4}
-    prompts, params = [PROMPTS[0], PROMPTS[3]], [greedy(14), greedy(14, **SEEDED)]
+    """They get chains: rows before a row are the tokens before its token. The logits that they
+    leave are what a client of the mode processed_logits sees.
+    """
+    keys: dict[str, Any] = {
+        "logits_processors": [NoRepeat],
+        "max_num_seqs": 4,
+        "logprobs_mode": "processed_logits",
+    }
+    prompts = [PROMPTS[0], PROMPTS[3]]
+    params = [greedy(14, logprobs=3), greedy(14, logprobs=3, **SEEDED)]
     expected = run_engine(nano_pair.target, None, prompts, params, **keys)
     got = run_engine(nano_pair.target, ddtree(nano_pair, 15), prompts, params, **keys)
     assert NoRepeat.changed > 0  # without it the text would be another
@@ -145,6 +195,10 @@ def test_logits_processors_of_the_users(nano_pair: Pair) -> None:
         assert all(a != b for a, b in zip(tokens, tokens[2:], strict=False))
     assert got.token_ids == expected.token_ids
     assert got.counters.num_accepted_tokens > 0
+    same_logprobs(expected.outputs, got.outputs)
+    assert (
+        max(v for entry in values(got.outputs[0].outputs[0].logprobs) for v in entry.values()) > 0
+    )
 
 
 def test_beams_and_one_slot(nano_pair: Pair) -> None:
@@ -169,11 +223,38 @@ def test_beams_and_one_slot(nano_pair: Pair) -> None:
 
 
 def test_a_drafter_of_shorter_length(nano_pair: Pair) -> None:
-    """`max_model_len` of the drafter below the target's: the text goes on beyond it."""
-    prompts, params = [PROMPTS[5], PROMPTS[0]], [greedy(16), greedy(12, **SEEDED)]
-    expected = run_engine(nano_pair.target, None, prompts, params)
+    """`max_model_len` of the drafter below the target's: the text goes on beyond it.
+
+    In the same engine: raw logits instead of logprobs, scores of given tokens at every row of a
+    prompt, and a grammar of outlines.
+    """
+    from transformers import AutoTokenizer
+
+    keys: dict[str, Any] = {
+        "logprobs_mode": "raw_logits",
+        "structured_outputs_config": {"backend": "outlines"},
+    }
+    rows = len(AutoTokenizer.from_pretrained(str(nano_pair.target))(PROMPTS[3]).input_ids) - 1
+    given = [[row, 2 * row + 1] for row in range(rows)]
+    prompts = [PROMPTS[5], PROMPTS[0], PROMPTS[3], PROMPTS[2]]
+    params = [
+        greedy(16, logprobs=2, prompt_logprobs=1),
+        greedy(12, logprobs=2, frequency_penalty=1.0, **SEEDED),
+        greedy(6, prompt_logprob_token_ids=given),
+        greedy(12, **structured(regex=r"[a-c]{4}=[0-9]{3}"), **SEEDED),
+    ]
+    expected = run_engine(nano_pair.target, None, prompts, params, **keys)
     spec = ddtree(nano_pair, 9, max_model_len=108)  # the first prompt has 101 tokens
-    assert run_engine(nano_pair.target, spec, prompts, params).token_ids == expected.token_ids
+    got = run_engine(nano_pair.target, spec, prompts, params, **keys)
+    assert got.token_ids == expected.token_ids
+    same_logprobs(expected.outputs[:2], got.outputs[:2])
+    assert (
+        max(v for entry in values(got.outputs[0].outputs[0].logprobs) for v in entry.values()) > 0
+    )
+    scores = [result.outputs[2].prompt_token_id_logprobs for result in (expected, got)]
+    assert scores[1].shape == (rows, 2)
+    torch.testing.assert_close(scores[1], scores[0], atol=1e-3, rtol=0)
+    assert re.fullmatch(r"[a-c]{4}=[0-9]{3}", got.texts[3])
 
 
 def test_what_the_cpu_has_not_is_said(nano_pair: Pair) -> None:

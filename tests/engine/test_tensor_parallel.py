@@ -24,7 +24,12 @@ from vllm_ddtree.budget.meter import read_meter
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
-ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 4}
+ENGINE: dict[str, Any] = {
+    "block_size": 32,
+    "max_num_seqs": 4,
+    "max_model_len": 112,
+    "kv_cache_memory_bytes": 4 << 20,
+}
 # Without graphs to measure, its schedule: 63 nodes up to two running requests, 31 up to eight.
 SPEC: dict[str, Any] = {"method": "ddtree", "model": str(NANO.drafter), "budget": "auto"}
 REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
@@ -48,9 +53,11 @@ def one_rank(speculates: bool) -> Result:
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LLM]:
     one_rank(False), one_rank(True)  # before: a new engine takes over vLLM's counters
-    with open_engine(NANO.target, SPEC, tensor_parallel_size=2, **ENGINE) as llm:
-        llm.collective_rpc(record)
-        yield llm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_DDTREE_CHECK", "1")
+        with open_engine(NANO.target, SPEC, tensor_parallel_size=2, **ENGINE) as llm:
+            llm.collective_rpc(record)
+            yield llm
 
 
 def test_same_tokens_and_rounds_as_one_rank(ranks: LLM) -> None:
@@ -60,6 +67,49 @@ def test_same_tokens_and_rounds_as_one_rank(ranks: LLM) -> None:
     assert result.counters == one_rank(True).counters
     assert result.counters.num_accepted_tokens > 0
     assert rounds(ranks) > 5
+
+
+def corrupt(worker: Any, request: str) -> None:
+    """On the second rank, the last row of a request's tree sees every row."""
+    from vllm.distributed import parallel_state
+
+    state = worker.model_runner.model_state
+    prepare_inputs, rows = state.prepare_inputs, state.runtime.rows
+
+    def corrupted(batch: Any, *args: Any) -> Any:
+        for i, name in enumerate(batch.req_ids):
+            if name.startswith(request) and int(rows.tail_lens[i]) > 2:
+                rows.masks[int(batch.query_start_loc[i + 1]) - 1] = -1
+        return prepare_inputs(batch, *args)
+
+    if parallel_state.get_tensor_model_parallel_rank() == 1:
+        state.prepare_inputs = corrupted
+
+
+def mend(worker: Any) -> None:
+    worker.model_runner.model_state.__dict__.pop("prepare_inputs", None)
+
+
+def test_what_another_rank_finds_stops_the_request(ranks: LLM) -> None:
+    """The first rank alone answers the scheduler."""
+    ranks.collective_rpc(corrupt, args=(f"{ranks.request_counter.counter + 1}-",))
+    result = generate(ranks, *batch())
+    ranks.collective_rpc(mend)
+    reasons = [output.outputs[0].finish_reason for output in result.outputs]
+    assert reasons == ["length", "error", "length", "length"]
+    reason = result.outputs[1].outputs[0].stop_reason
+    assert "a row sees itself and its ancestors" in str(reason)
+    for i in (0, 2, 3):
+        assert result.token_ids[i] == one_rank(False).token_ids[i]
+    assert rounds(ranks) > 5
+
+
+def test_to_the_length_limit(ranks: LLM) -> None:
+    """Steps with fewer nodes and at last none; the tests after this one go on."""
+    result = generate(ranks, [PROMPTS[5]], greedy(99))
+    prompt = len(result.outputs[0].prompt_token_ids)
+    assert prompt + len(result.token_ids[0]) == ENGINE["max_model_len"]
+    assert rounds(ranks) > 3
 
 
 def test_requests_without_a_seed(ranks: LLM) -> None:

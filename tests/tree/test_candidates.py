@@ -137,6 +137,26 @@ def test_a_row_does_not_depend_on_the_others():
             assert torch.equal(part_ids, ids[first:last])
 
 
+def test_offsets_beyond_32_bits():
+    """Row 2 of tensors with 2**30 elements a row starts at element 2**31.
+
+    Only the pages of the rows themselves are ever touched, so this costs address space alone.
+    """
+    generator = torch.Generator().manual_seed(5)
+    near = (torch.randn(3, 600, generator=generator) * 4).half().to(DEVICE)
+    far = far_rows(3, 600, torch.float16)
+    far.copy_(near)
+    log_probs, ids = far_rows(3, 7, torch.float32), far_rows(3, 7, torch.int64)
+    top_k_log_probs(far, log_probs, ids, Candidates(3, 600, 7, DEVICE))
+    check(near, log_probs, ids)
+
+
+def far_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    stride = 2**30
+    storage = torch.empty((num_rows - 1) * stride + width, dtype=dtype, device=DEVICE)
+    return storage.as_strided((num_rows, width), (stride, 1))
+
+
 def test_no_rows():
     log_probs, _ = run(torch.zeros(0, 10, device=DEVICE), 2, Candidates(1, 10, 2, DEVICE))
     assert log_probs.shape == (0, 2)

@@ -4,8 +4,9 @@
 A best-first tree of n nodes is the first n nodes of every larger one, so one count by row serves
 all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summed. A row's chance
 is its mean path probability times a correction, observed over predicted acceptance, by ranges of
-rows, in the rounds that verified them. Ranges that no round has verified lately take the correction of the range before. A chain's
-rows are the depths of the most probable path; their first correction is that of the trees.
+rows, in the rounds that verified them. Ranges that no round has verified lately take the correction
+of the range before. A chain's rows are the depths of the most probable path; their first correction
+is that of the trees.
 """
 
 import itertools

@@ -69,8 +69,8 @@ class TreeRejectionSampler(RejectionSampler):
             accepted + 1 and num_rejected = drafts - accepted, [num_reqs] int32.
 
         """
-        num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         runtime, batch = self.runtime, input_batch
+        num_nans = _nans(logits, batch) if self.sampler.compute_nans else None
         drafts, _ = gather_draft_sampled(
             batch.input_ids,
             batch.positions,  # linear: vLLM finds placeholders by the row's index
@@ -191,6 +191,14 @@ class TreeRejectionSampler(RejectionSampler):
             max_per_req_token_ids=logprobs_dims[1],
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+def _nans(logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+    """NaNs in each request's logits, int32 [num_reqs]; vLLM's own sampler counts them by row."""
+    by_row = get_num_nans(logits)
+    lengths = batch.cu_num_logits[1 : batch.num_reqs + 1] - batch.cu_num_logits[: batch.num_reqs]
+    request = torch.repeat_interleave(lengths, output_size=by_row.shape[0])
+    return by_row.new_zeros(batch.num_reqs).index_add_(0, request, by_row)
 
 
 def _join(chunks: list[LogprobsTensors | None], cu_num_logits: Any) -> LogprobsTensors | None:

@@ -101,8 +101,10 @@ def patch_vllm() -> None:
 def _mend_interpreter() -> None:
     """Lets loads, stores and atomics take the masks of vLLM's grammar and n-gram kernels, and ours.
 
-    The interpreter keeps some int1 results as wider integers, and then refuses them as masks.
+    The interpreter keeps some int1 results as wider integers, and then refuses them as masks. It
+    also stops at the maximum of nothing but NaN, of which a GPU takes some element.
     """
+    import numpy as np
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder
@@ -125,6 +127,18 @@ def _mend_interpreter() -> None:
 
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
     builder.create_atomic_rmw = atomic_rmw
+
+    min_max = interpreter.ReduceOps.min_max
+
+    def without_nan(self: Any, data: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        if idx_reduce_op is np.nanargmax:
+            idx_reduce_op = argmax
+        return min_max(self, data, val_reduce_op, idx_reduce_op)
+
+    def argmax(data: Any, **where: Any) -> Any:
+        return np.argmax(np.where(np.isnan(data), -np.inf, data), **where)
+
+    interpreter.ReduceOps.min_max = without_nan
 
 
 @functools.cache  # once: a second time would wrap what the first put there

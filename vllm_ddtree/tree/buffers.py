@@ -28,8 +28,8 @@ class TreeBuffers:
                the policy
     intervals: int32 [S, 2, N], the builder's scratch
     spines:    int32 [S, 31], the most probable token of each depth, as far as the drafter goes
-    claims:    int32 [S, 2, N], path probability times 2^20 of each row of the tree, and of each depth
-               of the spine; 0 for what is not there
+    claims:    int32 [S, 2, N], path probability times 2^20 of each row of the tree, and of each
+               depth of the spine; 0 for what is not there
 
     Every slot starts as the empty tree. Raises ValueError for a budget outside 1..255 or no request
     slots.

@@ -41,8 +41,8 @@ def build_trees(
     draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and where
                   the slot is -1
     depth_limit:  deepest node, 1..D
-    probabilities: int64 [2, N], in/out: 2^20 times the path probability of each row of the tree, and
-                  of each depth of its spine, is added, unless the request asks for a spine
+    probabilities: int64 [2, N], in/out: 2^20 times the path probability of each row of the tree,
+                  and of each depth of its spine, is added, unless the request asks for a spine
                   (budget/meter.py)
 
     Reads and writes only device memory and allocates nothing, so it can be captured in a graph.

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VLLM_DDTREE_CHECK=1`: what must hold after every verify step, checked on the host.
+"""What must hold for every tree of a verified step, before and after its rows are moved."""
 
-A violation raises RuntimeError with the request, the invariant and the values. Every check waits
-for the device and copies from it: this is for finding faults, not for serving.
-"""
-
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from vllm_ddtree.commit.kv import KVCompactor
+from vllm_ddtree.invariants.stop import Broken
 from vllm_ddtree.runtime import Runtime
 
 
-def enabled() -> bool:
-    """Whether the environment asks for the checks; read once, when an engine starts."""
-    return os.environ.get("VLLM_DDTREE_CHECK") == "1"
+class BrokenTreeError(Exception):
+    """An invariant does not hold for a tree."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +30,28 @@ class Tree:
 
     def broken(self, invariant: str, values: str) -> NoReturn:
         """Raise for this request."""
-        raise RuntimeError(
-            f"ddtree invariant broken: request {self.request!r}: {invariant}: {values} "
-            f"(slot {self.slot}, rows {self.root} to {self.root + self.num_rows - 1}, "
-            f"accepted tree rows {self.path})"
+        raise BrokenTreeError(self.describe(invariant, values))
+
+    def describe(self, invariant: str, values: str) -> str:
+        """The invariant and the values, with where the tree lies."""
+        return (
+            f"{invariant}: {values} (slot {self.slot}, rows {self.root} to "
+            f"{self.root + self.num_rows - 1}, accepted tree rows {self.path})"
         )
 
 
 class Commit:
     """The keys and values of the accepted rows, kept until they have been moved."""
 
-    def __init__(self, trees: list[Tree], slots: dict[int, list[int]], compactors: Any) -> None:
+    def __init__(
+        self,
+        trees: list[Tree],
+        slots: dict[int, list[int]],
+        compactors: Sequence[tuple[int, KVCompactor]],
+    ) -> None:
         self._trees = trees
         self._slots = slots
-        self._compactors: Sequence[tuple[int, KVCompactor]] = compactors
+        self._compactors = compactors
         self._before = self._read(moved=False)
 
     def _read(self, moved: bool) -> list[torch.Tensor]:
@@ -64,8 +67,9 @@ class Commit:
                     found.append(cache[there[0], :, there[1]].contiguous().view(torch.uint8).cpu())
         return found
 
-    def check(self) -> None:
+    def check(self) -> Broken:
         """Accepted rows = compacted rows: each lies where the next round reads it."""
+        broken: Broken = {}
         after = iter(zip(self._before, self._read(moved=True), strict=True))
         for tree in self._trees:
             for gid, compactor in self._compactors:
@@ -73,10 +77,12 @@ class Commit:
                     old, new = next(after)
                     wrong = (old != new).flatten(1).any(1).nonzero().flatten().tolist()
                     if wrong:
-                        tree.broken(
-                            "accepted rows = compacted rows",
-                            f"KV group {gid}, cache {number}: path elements {wrong} were not moved",
+                        text = (
+                            f"KV group {gid}, cache {number}: path elements {wrong} were not moved"
                         )
+                        message = tree.describe("accepted rows = compacted rows", text)
+                        broken.setdefault(tree.request, message)
+        return broken
 
 
 def check_step(
@@ -85,14 +91,12 @@ def check_step(
     idx_mapping: torch.Tensor,  # [num_reqs] int64, request -> slot; negative: left out
     num_sampled: torch.Tensor,  # [num_reqs] int32, accepted + 1; 0 where nothing was sampled
     num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, by slot, after the step
-) -> Commit:
+) -> tuple[Broken, Commit]:
     """Check the trees of the step that was just verified, before its rows are moved.
 
     Returns:
-        What to check after they have been moved.
-
-    Raises:
-        RuntimeError: an invariant does not hold.
+        The requests for which an invariant does not hold, and what to check of the others after
+        their rows have been moved.
 
     """
     step, rows = runtime.step, runtime.rows
@@ -100,8 +104,8 @@ def check_step(
     ends = step.query_start_loc[1 : step.num_reqs + 1].tolist()
     tails = rows.tail_lens[: step.num_reqs].tolist()
     slots = {gid: step.slot_mappings[gid].tolist() for gid, _ in compactors}
-    trees = []
-    owners: dict[tuple[int, int], str] = {}
+    trees: list[Tree] = []
+    broken: Broken = {}
     for i, (slot, sampled) in enumerate(
         zip(idx_mapping.tolist(), num_sampled.tolist(), strict=True)
     ):
@@ -110,21 +114,32 @@ def check_step(
         path = runtime.path_rows[i, : int(runtime.path_lens[i])].tolist()
         tree = Tree(step.req_ids[i], slot, ends[i] - tails[i], tails[i], path)
         trees.append(tree)
-        parents = _check_shape(runtime, tree)
-        if not step.as_chains:  # chains are attended causally, their masks are not read
-            _check_masks(runtime, tree, parents)
-        if (length := int(runtime.path_lens[i])) != sampled:
-            tree.broken("accepted rows = emitted tokens", f"{length} rows, {sampled} tokens")
-        _check_path(tree, parents, step.as_chains)
-        committed = int(num_computed_tokens[slot]) - sampled
-        root, prefix = int(rows.positions[tree.root]), int(rows.prefix_lens[i])
-        if not root == prefix == committed:
-            tree.broken(
-                "root position = committed length",
-                f"root at position {root}, {prefix} keys before it, {committed} tokens committed",
-            )
-        _check_slots(tree, slots, owners)
-    return Commit(trees, slots, compactors)
+        try:
+            _check_tree(runtime, tree, i, sampled, int(num_computed_tokens[slot]))
+        except BrokenTreeError as error:
+            broken[tree.request] = str(error)
+    _check_slots(trees, slots, broken)
+    return broken, Commit([t for t in trees if t.request not in broken], slots, compactors)
+
+
+def _check_tree(
+    runtime: Runtime, tree: Tree, index: int, num_sampled: int, num_computed: int
+) -> None:
+    """The tree of the batch's request `index`, which now has `num_computed` tokens."""
+    as_chains, rows = runtime.step.as_chains, runtime.rows
+    parents = _check_shape(runtime, tree)
+    if not as_chains:  # chains are attended causally, their masks are not read
+        _check_masks(runtime, tree, parents)
+    if (length := int(runtime.path_lens[index])) != num_sampled:
+        tree.broken("accepted rows = emitted tokens", f"{length} rows, {num_sampled} tokens")
+    _check_path(tree, parents, as_chains)
+    committed = num_computed - num_sampled
+    root, prefix = int(rows.positions[tree.root]), int(rows.prefix_lens[index])
+    if not root == prefix == committed:
+        tree.broken(
+            "root position = committed length",
+            f"root at position {root}, {prefix} keys before it, {committed} tokens committed",
+        )
 
 
 def _check_shape(runtime: Runtime, tree: Tree) -> list[int]:
@@ -181,18 +196,23 @@ def _check_path(tree: Tree, parents: list[int], as_chain: bool) -> None:
         tree.broken("a chain's accepted rows lie in place", f"{tree.path}")
 
 
-def _check_slots(
-    tree: Tree, slots: dict[int, list[int]], owners: dict[tuple[int, int], str]
-) -> None:
+def _check_slots(trees: list[Tree], slots: dict[int, list[int]], broken: Broken) -> None:
     """Every tree row has a KV slot that no other tree row of the batch has."""
-    for gid, all_slots in slots.items():
-        mine = all_slots[tree.root : tree.root + tree.num_rows]
-        for row, slot in enumerate(mine):
-            if slot < 0:
-                tree.broken("slots of tree rows are there", f"KV group {gid}, row {row}: {slot}")
-            owner = owners.setdefault((gid, slot), f"row {row} of {tree.request!r}")
-            if owner != f"row {row} of {tree.request!r}":
-                tree.broken(
-                    "slots of tree rows are distinct",
-                    f"KV group {gid}, row {row}: slot {slot} is that of {owner}",
-                )
+    owners: dict[tuple[int, int], tuple[Tree, int]] = {}
+    for tree in trees:
+        for gid, all_slots in slots.items():
+            mine = all_slots[tree.root : tree.root + tree.num_rows]
+            for row, slot in enumerate(mine):
+                values = f"KV group {gid}, row {row}: slot {slot}"
+                if slot < 0:
+                    message = tree.describe("slots of tree rows are there", values)
+                    broken.setdefault(tree.request, message)
+                    continue
+                owner, owners_row = owners.setdefault((gid, slot), (tree, row))
+                if (owner, owners_row) != (tree, row):
+                    values += (
+                        f" of {tree.request!r} is also row {owners_row}'s of {owner.request!r}"
+                    )
+                    message = tree.describe("slots of tree rows are distinct", values)
+                    for request in (tree.request, owner.request):
+                        broken.setdefault(request, message)

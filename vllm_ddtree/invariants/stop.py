@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stops the requests for which an invariant does not hold, and them alone.
+
+A worker puts what is broken on the step's output. The scheduler, before it takes the output in,
+finishes those requests with an error: their tokens of the step are dropped, their blocks freed and
+forgotten by the prefix cache.
+"""
+
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.logger import init_logger
+
+from vllm_ddtree import compat
+
+logger = init_logger("vllm.ddtree")
+
+Broken = dict[str, str]
+"""Request id -> the invariant and the values."""
+_ATTRIBUTE = "ddtree_broken"
+
+
+def of_all_ranks(broken: Broken) -> Broken:
+    """What any rank found: the first rank alone answers the scheduler."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return broken
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, broken, group=group.cpu_group)
+    return {name: message for part in reversed(found) for name, message in part.items()}
+
+
+def put(model_state: Any, output: Any) -> None:
+    """Put what a step's checks found on its output."""
+    if broken := model_state.take_broken():
+        setattr(compat.model_runner_output(output), _ATTRIBUTE, broken)
+
+
+def attach(scheduler: Any) -> None:
+    """Let a scheduler stop the requests that a step's output names."""
+    update = scheduler.update_from_output
+
+    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+        broken: Broken = getattr(model_runner_output, _ATTRIBUTE, {})
+        stopped = compat.stop_with_error(scheduler, broken)
+        outputs = update(scheduler_output, model_runner_output)
+        for request in stopped:
+            message = f"ddtree invariant broken: {broken[request.request_id]}"
+            logger.error("Request %s is stopped: %s", request.request_id, message)
+            compat.add_error_output(outputs, request, message)
+        return outputs
+
+    scheduler.update_from_output = update_from_output
