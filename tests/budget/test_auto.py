@@ -93,6 +93,9 @@ def test_observed_rounds_correct_the_costs() -> None:
     assert costs.round_ms(15, 16) == pytest.approx(18.0, abs=0.3)
     assert costs.round_ms(63, 128) == 50.0 and costs.round_ms(0, 1) == 4.0
     before = costs.round_ms(7, 16)
+    costs.observe(7, 16, 30.0)  # a hiccup
+    assert costs.round_ms(7, 16) == pytest.approx(before, rel=0.01)
+    before = costs.round_ms(7, 16)
     costs.observe(7, 16, 500.0)  # a pause
     costs.observe(7, 16, 0.1)
     costs.observe(31, 400, 5.0)  # no graph
@@ -148,7 +151,7 @@ def test_no_chain_deeper_than_the_drafter() -> None:
 
 def test_chains_are_timed_apart() -> None:
     costs = Costs({(16, 4): 6.0, (8, 4): 5.0}, chains={(16, 4): 5.0})
-    for _ in range(100):
+    for _ in range(200):
         costs.observe(15, 4, 8.0, chain=True)
         costs.observe(7, 4, 5.5, chain=True)  # no such graph
     chain, tree = costs.round_ms(15, 4, chain=True), costs.round_ms(15, 4)
@@ -236,7 +239,7 @@ def test_watch_times_rounds_and_reads_the_meter() -> None:
     assert executor.asked == 1
     assert auto.acceptance.expected(31) > before
     corrected = auto.costs.round_ms(15, 2)
-    assert corrected is not None and 1.5 * measured < corrected < 2 * measured
+    assert corrected is not None and 1.3 * measured < corrected < 2 * measured
 
 
 def test_watch_counts_steady_steps_only() -> None:

@@ -26,6 +26,8 @@ START_WEIGHT = 8
 """Observed rounds that count as much as the measurement at start."""
 WINDOW = 40
 """Rounds over which observed times are averaged."""
+FAR = 1.25
+"""How far from the mean a round is taken to be at most."""
 MEMORY = 2000
 """Rounds after which a third is left of what a shape showed: contexts grow and shrink meanwhile."""
 
@@ -75,19 +77,27 @@ class Costs:
         measured = self._measured(shape, chain)
         if shape is None or measured is None or not 0.5 < ms / measured < 4.0:
             return
-        count, mean, _ = self._observed.get((shape, chain), (0, 1.0, 0))
-        count += 1
-        weight = min(count + START_WEIGHT, WINDOW)
-        mean += (ms / measured - mean) / weight
+        count, mean, weight = 0, 1.0, 1.0
+        if (shape, chain) in self._observed:
+            count, _, weight = self._remembered(shape, chain)
+            mean = self._correction(shape, chain)
+        count = round(weight * count) + 1
+        # The last step before a request ends comes late: no single round moves the mean far.
+        ratio = min(max(ms / measured, mean / FAR), mean * FAR)
+        mean += (ratio - mean) / min(count + START_WEIGHT, WINDOW)
         self._clock += 1
         self._observed[shape, chain] = count, mean, self._clock
         self._near[_size(shape)] = self._latest = mean
 
+    def _remembered(self, shape: Shape, chain: bool) -> tuple[int, float, float]:
+        """Rounds observed, their mean, and what of that is left by now."""
+        count, mean, last = self._observed[shape, chain]
+        return count, mean, math.exp((last - self._clock) / MEMORY)
+
     def _correction(self, shape: Shape, chain: bool) -> float:
         """Observed over measured time, of this shape or else of one of about as many tokens."""
         if (shape, chain) in self._observed:
-            _, mean, last = self._observed[shape, chain]
-            weight = math.exp((last - self._clock) / MEMORY)
+            _, mean, weight = self._remembered(shape, chain)
             return weight * mean + (1.0 - weight) * self._latest
         size = _size(shape)
         for near in (size, size - 1, size + 1):
