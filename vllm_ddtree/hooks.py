@@ -88,11 +88,12 @@ def _auto_tiers(schedule: Any) -> list[int] | None:
 
 def _captured(manager: Any, model_state: Any, capture_again: Any) -> None:
     if manager.vllm_config.speculative_config.auto_budget and model_state.chains_allowed:
-        from vllm_ddtree.budget.auto import CHAINS
+        from vllm_ddtree.budget.auto import chain_budget
         from vllm_ddtree.graphs.forms import capture_chains
 
         rt = model_state.runtime
-        capture_chains(manager, rt, [n for n in CHAINS if n <= rt.depth], capture_again)
+        if (budget := chain_budget(rt.depth)) is not None:
+            capture_chains(manager, rt, budget, capture_again)
 
 
 def _before_step(model_state: Any, scheduler_output: Any) -> None:

@@ -22,8 +22,8 @@ logger = init_logger("vllm.ddtree")
 TIERS = (63, 31, 23, 15, 11, 7, 5, 3, 1, 0)
 """Budgets to choose from; vLLM captures graphs for each."""
 CHAINS = (15, 7)
-"""Budgets that may also be verified as chains, the drafter's best token at each depth, by the
-backend's own causal attention."""
+"""Budgets that may also be verified as a chain, the drafter's best token at each depth, by the
+backend's own causal attention: the largest that the drafter reaches, as graphs take memory."""
 SCHEDULE = [(1, 2, 63), (3, 8, 31), (9, 16, 15), (17, 64, 7), (65, 128, 3), (129, 4096, 0)]
 """(first, last running request, budget) until the machine has been measured."""
 READ_EVERY = 32
@@ -45,6 +45,11 @@ Form = tuple[int, bool]
 """(nodes, whether they are verified as a chain)."""
 
 
+def chain_budget(depth: int) -> int | None:
+    """Nodes of the chain beside the trees of a drafter that reaches `depth`; None: no chain."""
+    return next((budget for budget in CHAINS if budget <= depth), None)
+
+
 class AutoBudget:
     """vLLM's `dynamic_sd_lookup` (v1/core/sched/scheduler.py): running requests -> nodes to draft.
 
@@ -60,7 +65,8 @@ class AutoBudget:
         self.acceptance = Acceptance(depth)
         self._size = max_num_seqs + 1
         self._forms: list[Form] = [(budget, False) for budget in TIERS]
-        self._forms += [(budget, True) for budget in CHAINS if budget <= depth]
+        if (chain := chain_budget(depth)) is not None:
+            self._forms.append((chain, True))
         self._chosen: dict[int, Form] = {}
         self._fresh: set[int] = set()
         self._tokens: dict[Form, float] = {}
@@ -216,9 +222,11 @@ def attach(engine_core: Any, costs: Costs) -> None:
     scheduler.schedule = schedule_forms
     scheduler.update_from_output = update_from_output
     scheduler.dynamic_sd_lookup = auto
+    chain = chain_budget(spec.depth)
     for num_reqs in (1, 8, 32, 128):
         times = [(str(budget), costs.round_ms(budget, num_reqs)) for budget in reversed(TIERS)]
-        times += [(f"chain of {n}", costs.round_ms(n, num_reqs, chain=True)) for n in CHAINS]
+        if chain is not None:
+            times.append((f"chain of {chain}", costs.round_ms(chain, num_reqs, chain=True)))
         words = ", ".join(f"{budget} {ms:.2f}" for budget, ms in times if ms is not None)
         logger.info("ddtree: %d requests, ms a round by budget: %s", num_reqs, words or "no graph")
     logger.info("ddtree: budget=auto starts with %s (first, last request, nodes)", auto.ranges())

@@ -5,7 +5,7 @@ A graph has its attention captured in it, so a batch that may be verified as tre
 a graph for each. The scheduler says with each step which form it wants.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm_ddtree.runtime import Runtime
@@ -45,23 +45,22 @@ class GraphsByForm(dict[Any, Any]):
 
 
 def capture_chains(
-    manager: Any, runtime: Runtime, budgets: Iterable[int], capture: Callable[[], None]
+    manager: Any, runtime: Runtime, budget: int, capture: Callable[[], None]
 ) -> None:
-    """Capture the verify graphs of some budgets once more, as chains.
+    """Capture the verify graphs of a budget once more, as chains.
 
     Args:
         manager: vLLM's CudaGraphManager of the target, its graphs captured.
         runtime: of the engine.
-        budgets: nodes of the chains.
+        budget: nodes of the chain.
         capture: captures every graph that the manager describes.
 
     """
     from vllm.config.compilation import CUDAGraphMode
 
-    rows = {budget + 1 for budget in budgets}
     described = manager._capture_descs
     full = described.get(CUDAGraphMode.FULL, [])
-    wanted = [desc for desc in full if desc.uniform_token_count in rows]
+    wanted = [desc for desc in full if desc.uniform_token_count == budget + 1]
     if not wanted:
         return
     if getattr(manager, "_max_full_descs_to_capture", None) is not None:
