@@ -34,6 +34,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 8,
     "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 1 << 30,
     "enable_prefix_caching": False,
     "disable_log_stats": False,
     "seed": 0,

@@ -45,6 +45,7 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "long_prefill_token_threshold": 128,
     "gpu_memory_utilization": 0.3,
+    "kv_cache_memory_bytes": 1 << 30,
     "skip_tokenizer_init": True,
     "disable_log_stats": False,
     "enable_prefix_caching": False,
