@@ -3,6 +3,7 @@
 
 import ast
 import functools
+import itertools
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -32,16 +33,37 @@ def vllm_version() -> Version:
         ) from error
 
 
+def _given_first(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Attributes and buffers that a function gives its first parameter: a method, its object."""
+    parameters = [*function.args.posonlyargs, *function.args.args]
+    first = parameters[0].arg if parameters else None
+    names = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(ast.Name(owner), name, ast.Store()) if owner == first:
+                names.add(name)
+            case ast.Call(
+                ast.Attribute(ast.Name(owner), "register_buffer"), [ast.Constant(str(name)), *_]
+            ) if owner == first:
+                names.add(name)
+    return names
+
+
 def _members(source: Path) -> set[str]:
-    """Names bound at the top of a module (imported ones too), and "Class.member" of its classes."""
+    """Names bound at the top of a module (imported ones too), "Class.member" of its classes, and
+    "function.attribute" of what its functions give their first parameter."""
     names: set[str] = set()
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if isinstance(node, ast.ClassDef):
                 names.add(prefix + node.name)
-                if isinstance(node, ast.ClassDef) and not prefix:
+                if not prefix:
                     visit(node.body, node.name + ".")
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names.add(prefix + node.name)
+                owner = prefix or node.name + "."
+                names.update(owner + name for name in _given_first(node))
             elif isinstance(node, ast.Assign):
                 names.update(prefix + t.id for t in node.targets if isinstance(t, ast.Name))
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -56,39 +78,51 @@ def _members(source: Path) -> set[str]:
     return names
 
 
-def _source_of(module: str) -> Path | None:
-    """The file of a vLLM module, found beside vLLM's own package without importing it."""
-    import vllm
-
-    base = Path(vllm.__path__[0]).joinpath(*module.split(".")[1:])
+def _source_of(package: Path, module: str) -> Path | None:
+    """The file of a module of vLLM, whose package is that folder; nothing is imported."""
+    base = package.joinpath(*module.split(".")[1:])
     for path in (base.with_suffix(".py"), base / "__init__.py"):
         if path.is_file():
             return path
     return None
 
 
+def missing(package: Path, version: Version) -> list[str]:
+    """Seams that a vLLM lacks: modules, and names as "module.name".
+
+    Args:
+        package: the folder of its package.
+        version: its version.
+
+    """
+    later = [more for since, more in seams.SEAMS_SINCE.items() if version.release >= since]
+    lacks = []
+    for module, names in itertools.chain(*(entries.items() for entries in (seams.SEAMS, *later))):
+        source = _source_of(package, module)
+        if source is None:
+            lacks.append(module)
+            continue
+        try:
+            present = _members(source)
+        except (OSError, SyntaxError):
+            present = set()
+        lacks += [f"{module}.{name}" for name in names if name not in present]
+    return lacks
+
+
 @functools.cache
 def check() -> None:
     """Raise `SeamError` unless this vLLM's version is supported and has every seam."""
+    import vllm
+
     version = vllm_version()
     if version not in seams.SUPPORTED_VLLM:
         raise SeamError(
             f"vllm-ddtree supports vllm {seams.SUPPORTED_VLLM}, but vllm {version} is installed: "
             "install a vllm of that range or a newer vllm-ddtree"
         )
-    missing = []
-    for module, names in seams.SEAMS.items():
-        source = _source_of(module)
-        if source is None:
-            missing.append(module)
-            continue
-        try:
-            present = _members(source)
-        except (OSError, SyntaxError):
-            present = set()
-        missing += [f"{module}.{name}" for name in names if name not in present]
-    if missing:
+    if lacks := missing(Path(vllm.__path__[0]), version):
         raise SeamError(
-            f"vllm {version} lacks {', '.join(missing)}, which vllm-ddtree builds on: "
+            f"vllm {version} lacks {', '.join(lacks)}, which vllm-ddtree builds on: "
             f"install an unmodified vllm {seams.SUPPORTED_VLLM}"
         )
