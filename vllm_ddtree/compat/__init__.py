@@ -16,7 +16,9 @@ imported where they are used, none when this package is.
 
 from vllm_ddtree.compat.attention import mla_backend, plans_ahead, reserve_mla_workspace
 from vllm_ddtree.compat.drafter import aux_layers, mask_token_id
+from vllm_ddtree.compat.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.compat.engine_args import hook_engine_args
+from vllm_ddtree.compat.graphs import capture_apart, estimates_memory, full_graphs
 from vllm_ddtree.compat.metrics import hook_metrics, hook_outputs, new_spec_decoding_stats
 from vllm_ddtree.compat.runner import hook_checks, hook_runner
 from vllm_ddtree.compat.sampler import request_chunks
@@ -28,7 +30,12 @@ __all__ = [
     "SeamError",
     "add_error_output",
     "aux_layers",
+    "capture_apart",
     "check",
+    "dummy_draft",
+    "dummy_step",
+    "estimates_memory",
+    "full_graphs",
     "hook_checks",
     "hook_engine_args",
     "hook_metrics",
@@ -40,6 +47,7 @@ __all__ = [
     "model_runner_output",
     "new_spec_decoding_stats",
     "plans_ahead",
+    "random_tokens",
     "request_chunks",
     "reserve_mla_workspace",
     "stop_with_error",
