@@ -69,20 +69,22 @@ def vllm(tmp_path: Path) -> Path:
     ],
 )
 def test_a_name(monkeypatch: pytest.MonkeyPatch, vllm: Path, name: str, there: bool) -> None:
-    monkeypatch.setattr(seams, "SEAMS", {"vllm.v1": (name,)})
+    monkeypatch.setattr(seams, "SEAMS", {"vllm.v1": (name.replace(".", ": "),)})
     monkeypatch.setattr(seams, "SEAMS_SINCE", {})
     assert verify.missing(vllm, Version("1.0")) == ([] if there else [f"vllm.v1.{name}"])
 
 
 @pytest.mark.parametrize(
-    ("version", "wanted"), [("0.32.9", False), ("0.33.0rc1", True), ("0.34", True)]
+    ("version", "wanted"), [("0.32.9", False), ("0.33.0rc1", True), ("0.33", True)]
 )
 def test_what_only_later_versions_have(
     monkeypatch: pytest.MonkeyPatch, vllm: Path, version: str, wanted: bool
 ) -> None:
     monkeypatch.setattr(seams, "SEAMS", {"vllm.v1": ("CONSTANT",)})
-    monkeypatch.setattr(seams, "SEAMS_SINCE", {(0, 33): {"vllm.v1": ("Class", "Newer")}})
-    assert verify.missing(vllm, Version(version)) == (["vllm.v1.Newer"] if wanted else [])
+    newer = {"vllm.v1": ("Class: field newer", "Newer"), "vllm.v2": ("x",)}
+    monkeypatch.setattr(seams, "SEAMS_SINCE", {(0, 33): newer})
+    lacks = ["vllm.v1.Class.newer", "vllm.v1.Newer", "vllm.v2"] if wanted else []
+    assert verify.missing(vllm, Version(version)) == lacks
 
 
 @pytest.mark.skipif(not OTHERS, reason="VLLM_DDTREE_SOURCES names no package folder of vLLM")

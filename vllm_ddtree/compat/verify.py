@@ -87,6 +87,12 @@ def _source_of(package: Path, module: str) -> Path | None:
     return None
 
 
+def _names(entry: str) -> list[str]:
+    """An entry of `SEAMS` as `_members` has it: "name" or "owner.member"."""
+    owner, _, members = entry.partition(": ")
+    return [f"{owner}.{member}" for member in members.split()] or [owner]
+
+
 def missing(package: Path, version: Version) -> list[str]:
     """Seams that a vLLM lacks: modules, and names as "module.name".
 
@@ -97,7 +103,7 @@ def missing(package: Path, version: Version) -> list[str]:
     """
     later = [more for since, more in seams.SEAMS_SINCE.items() if version.release >= since]
     lacks = []
-    for module, names in itertools.chain(*(entries.items() for entries in (seams.SEAMS, *later))):
+    for module, entries in itertools.chain(*(part.items() for part in (seams.SEAMS, *later))):
         source = _source_of(package, module)
         if source is None:
             lacks.append(module)
@@ -106,6 +112,7 @@ def missing(package: Path, version: Version) -> list[str]:
             present = _members(source)
         except (OSError, SyntaxError):
             present = set()
+        names = itertools.chain(*map(_names, entries))
         lacks += [f"{module}.{name}" for name in names if name not in present]
     return lacks
 
