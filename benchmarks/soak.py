@@ -27,41 +27,20 @@ import platform
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks import soak_judge
 from benchmarks.serve_load import speculation
-from benchmarks.soak_requests import (
-    Request,
-    Requests,
-    Sample,
-    faults,
-    samples_of,
-    sampling_params,
-)
+from benchmarks.soak_driver import Driver, Outcome
+from benchmarks.soak_report import write
+from benchmarks.soak_requests import Request, Requests
 from vllm_ddtree.testing import cpu
 
-T = TypeVar("T")
 SCHEDULE = [[1, 4, 31], [5, 12, 15], [13, 20, 7], [21, 256, 3]]
 SPECS = {"tree-schedule": {"method": "ddtree", "budget_per_batch_size": SCHEDULE}}
-
-
-class Hang(RuntimeError):
-    """Nothing came out of an engine for too long."""
-
-
-@dataclass
-class Outcome:
-    """How a request ended: finished, aborted, refused or failed."""
-
-    request: Request
-    status: str
-    samples: list[Sample] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    error: str = ""
 
 
 @dataclass
@@ -77,113 +56,6 @@ class Difference:
     want: int
     context: list[int]
     gap: float = float("nan")
-
-
-class Driver:
-    """Sends requests to an AsyncLLM and takes their answers.
-
-    Args:
-        engine: the AsyncLLM.
-        max_model_len: tokens.
-        eos: id of the end of text.
-        stall: seconds without an answer that are a hang.
-
-    """
-
-    def __init__(self, engine: Any, max_model_len: int, eos: int, stall: float) -> None:
-        self.engine, self.max_model_len, self.eos, self.stall = engine, max_model_len, eos, stall
-        self.progress = time.monotonic()
-
-    async def answer(self, request: Request, name: str, abort: bool = True) -> Outcome:
-        """One request from beginning to end."""
-        from vllm.exceptions import VLLMClientError
-
-        try:
-            task = asyncio.ensure_future(self._generate(request, name))
-            output = await self._abort(task, request, name) if abort else await task
-        except (VLLMClientError, ValueError, TypeError) as error:
-            self.progress = time.monotonic()
-            status = "refused" if request.wrong else "failed"
-            return Outcome(request, status, error=f"{type(error).__name__}: {error}")
-        except Exception as error:
-            if self.engine.errored:
-                raise
-            return Outcome(request, "failed", error=f"{type(error).__name__}: {error!r}")
-        if output is None or any(o.finish_reason == "abort" for o in output.outputs):
-            status = "aborted" if abort and request.abort_after is not None else "failed"
-            return Outcome(request, status, error="aborted")
-        if request.wrong:
-            return Outcome(request, "failed", error=f"{request.wrong}: not refused")
-        found = faults(request, output, self.max_model_len, self.eos)
-        return Outcome(request, "finished", samples_of(output), found)
-
-    async def _generate(self, request: Request, name: str) -> Any:
-        return await self.last_output(request.prompt, sampling_params(request), name)
-
-    async def last_output(self, prompt: list[int], params: Any, name: str) -> Any:
-        """The last of a request's outputs."""
-        last = None
-        async for output in self.engine.generate({"prompt_token_ids": prompt}, params, name):
-            self.progress, last = time.monotonic(), output
-        return last
-
-    async def _abort(self, task: asyncio.Future[Any], request: Request, name: str) -> Any:
-        """The task's output, None if the request's client went away."""
-        if request.abort_after is not None:
-            await asyncio.wait({task}, timeout=request.abort_after)
-            if not task.done():
-                if request.cancel:
-                    task.cancel()
-                    await asyncio.wait({task})
-                    return None
-                await self.engine.abort(name)
-        return await task
-
-    async def run(self, requests: Sequence[Request], concurrency: int) -> list[Outcome]:
-        """All requests, `concurrency` in flight."""
-        todo = iter(requests)
-
-        async def client() -> list[Outcome]:
-            return [await self.answer(request, request.name) for request in todo]
-
-        clients = [client() for _ in range(concurrency)]
-        return [outcome for part in await self.watch(asyncio.gather(*clients)) for outcome in part]
-
-    async def again(
-        self, outcomes: Sequence[Outcome], name: str, seconds: float
-    ) -> list[tuple[Outcome, Outcome]]:
-        """(first run, second run) of as many requests as there is time for, one at a time."""
-        end, pairs = time.monotonic() + seconds, []
-        for first in outcomes:
-            if time.monotonic() > end:
-                break
-            request = first.request
-            second = self.answer(request, f"{request.name}-{name}", abort=False)
-            pairs.append((first, await self.watch(second)))
-        return pairs
-
-    async def watch(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises Hang if answers stop coming."""
-        task = asyncio.ensure_future(work)
-        self.progress = time.monotonic()
-        while not task.done():
-            await asyncio.wait({task}, timeout=0.5)
-            if not task.done() and time.monotonic() - self.progress > self.stall:
-                task.cancel()
-                raise Hang(f"no answer for {self.stall} s")
-        return task.result()
-
-    async def all_free(self) -> bool:
-        """Whether the engine's KV blocks are all free: only then its prefix cache can be reset."""
-        for _ in range(20):
-            if await self.engine.reset_prefix_cache():
-                return True
-            await asyncio.sleep(0.1)  # the last abort may be under way
-        return False
-
-    async def memory(self) -> dict[str, float]:
-        """MiB of the worker's process (benchmarks/soak_worker.py)."""
-        return (await self.engine.collective_rpc("soak_memory"))[0]
 
 
 def compare(
@@ -449,53 +321,6 @@ def judge(difference: Difference, raw: Any) -> float:
         seed, position = request.seed(d.sample), len(d.context) - 1
         noise = soak_judge.noise_difference(d.got, d.want, len(logits), seed, position)
     return soak_judge.gap(logits, request.params, d.got, d.want, noise)
-
-
-def write(report: dict[str, Any], folder: Path) -> None:
-    """soak.json and soak.md."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "soak.json").write_text(json.dumps(report, indent=1))
-    info, engines = report["info"], report["engines"]
-    lines = [f"{info['gpu']}, vLLM {info['vllm']}, PyTorch {info['torch']}", ""]
-    lines += ["| | " + " | ".join(engines) + " |", "|---|" + "---|" * len(engines)]
-
-    def row(label: str, value: Any) -> None:
-        lines.append(f"| {label} | " + " | ".join(str(value(e)) for e in engines.values()) + " |")
-
-    row("requests", lambda e: sum(e["statuses"].values()))
-    for status in ("finished", "aborted", "refused", "failed"):
-        row(status, lambda e, status=status: e["statuses"].get(status, 0))
-    row("tokens", lambda e: e["tokens"])
-    row("seconds", lambda e: f"{e['serve_s']:.0f}")
-    row("preemptions", lambda e: int(e["counters"].get("num_preemptions", 0)))
-    row("prefix cache hits, tokens", lambda e: int(e["counters"].get("prefix_cache_hits", 0)))
-    row("acceptance length", lambda e: f"{e['acceptance']:.2f}")
-    row("ran again alone, differ", lambda e: f"{e['alone']}, {e['alone_differ']}")
-    row("again without speculation, differ", lambda e: f"{e.get('plain')}, {e.get('plain_differ')}")
-    row(
-        "logprobs apart at most (of tokens)",
-        lambda e: f"{e['logprob_apart_max']:.3f} ({e['logprobs_compared']})",
-    )
-    for key in ("allocated", "reserved", "in_use", "host"):
-        if any(key in e["memory_mib"] for e in engines.values()):
-            row(
-                f"{key} MiB: first, last, a 1000 requests",
-                lambda e, key=key: "{first:.0f}, {last:.0f}, {slope:+.2f}".format(
-                    **e["memory_mib"][key]
-                ),
-            )
-    for kind, greedy in (("greedy", True), ("seeded", False)):
-        gaps = sorted(
-            d["gap"] for d in report["differences"] if (d["params"]["temperature"] == 0) == greedy
-        )
-        if not gaps:
-            continue
-        middle, tail = gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.95)]
-        lines += ["", f"{len(gaps)} {kind} differences, gaps in logits: median {middle:.4f}, "]
-        lines[-1] += f"95 % below {tail:.4f}, largest {gaps[-1]:.4f} (allowed: {report['tie']})"
-    lines += ["", *(f"- FAILED: {line}" for line in report["failures"][:50])]
-    lines.append("failed" if report["failures"] else "passed")
-    (folder / "soak.md").write_text("\n".join(lines) + "\n")
 
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:

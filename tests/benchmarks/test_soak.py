@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from benchmarks import soak_judge
-from benchmarks.soak import Driver, Hang, Outcome, compare, engine_failures, growth, parse, slope
+from benchmarks.soak import compare, engine_failures, growth, parse, slope
+from benchmarks.soak_driver import Driver, Hang, Outcome
 from benchmarks.soak_requests import Request, Requests, Sample, faults, sampling_params
 
 EOS, VOCAB, MAX_LEN = 0, 64, 128

@@ -95,8 +95,8 @@ def test_an_unused_plugin_changes_nothing(without: dict[str, Any]) -> None:
     assert hooked["EngineArgs"]
     # The model runner is hooked, and the rest of the plugin imported, by a DDTree configuration.
     assert not hooked["model_runner"]
-    ours = [n for n in hooked["imported"] if not n.startswith("vllm_ddtree.testing")]
-    assert ours == ["vllm_ddtree.compat", "vllm_ddtree.hooks", "vllm_ddtree.plugin"]
+    ours = {name.split(".")[1] for name in hooked["imported"]}
+    assert ours == {"compat", "hooks", "plugin", "testing"}
     for name in ("none", "dflash", "ngram"):
         assert unused[name] == without[name]
     assert without["none"]["counts"][0] == 0

@@ -8,15 +8,12 @@ target's best tokens are nearly equal (see benchmarks/exactness.py). Elsewhere i
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when vLLM first starts
 
 from benchmarks.exactness import first_difference, read_prompts
 from tests.conftest import Pair

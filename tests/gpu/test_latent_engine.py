@@ -8,14 +8,11 @@ on the same backend, up to near-ties of the target's own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when vLLM first starts
 
 from tests.conftest import Pair
 from tests.engine import models

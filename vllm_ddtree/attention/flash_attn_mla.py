@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAImpl
 
 from vllm_ddtree.attention.latent import Tail, latent_forward
 from vllm_ddtree.attention.latent_metadata import latent_tree_builder
-from vllm_ddtree.attention.metadata import layer_runtime
+from vllm_ddtree.attention.metadata import layer_runtime, named_after
 
 FORM = "FlashAttention latent prefix + Triton latent tail"
 MAX_SPLITS = 32
@@ -62,9 +62,7 @@ def flash_attn_mla_builder(base: type) -> type:
                 decode.max_num_splits = self.prefix_splits
             return decode
 
-    TreeFlashAttnMLAMetadataBuilder.__name__ = f"Tree{base.__name__}"
-    TreeFlashAttnMLAMetadataBuilder.__qualname__ = TreeFlashAttnMLAMetadataBuilder.__name__
-    return TreeFlashAttnMLAMetadataBuilder
+    return named_after(base, TreeFlashAttnMLAMetadataBuilder)
 
 
 class TreeFlashAttnMLAImpl(FlashAttnMLAImpl):

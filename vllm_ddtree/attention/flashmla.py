@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache
 
 from vllm_ddtree.attention.latent import Tail, latent_forward, triton_prefix_pass
 from vllm_ddtree.attention.latent_metadata import latent_tree_builder
-from vllm_ddtree.attention.metadata import layer_runtime
+from vllm_ddtree.attention.metadata import layer_runtime, named_after
 
 FORM = "FlashMLA latent prefix + Triton latent tail"
 
@@ -43,9 +43,7 @@ def flashmla_builder(base: type) -> type:
                     metadata.uniform_len = length
             return metadata
 
-    TreeFlashMLAMetadataBuilder.__name__ = f"Tree{base.__name__}"
-    TreeFlashMLAMetadataBuilder.__qualname__ = TreeFlashMLAMetadataBuilder.__name__
-    return TreeFlashMLAMetadataBuilder
+    return named_after(base, TreeFlashMLAMetadataBuilder)
 
 
 class TreeFlashMLAImpl(FlashMLAImpl):

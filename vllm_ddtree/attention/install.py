@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_ddtree.attention.metadata import tree_builder
+from vllm_ddtree.attention.metadata import named_after, tree_builder
 from vllm_ddtree.attention.supported import (
     FP8_CACHES,
     FP8_MLA_BACKENDS,
@@ -70,9 +70,7 @@ def tree_backend(base: type) -> type:
         def get_builder_cls() -> type:
             return make_builder(base.get_builder_cls())  # type: ignore[attr-defined]
 
-    TreeBackend.__name__ = f"Tree{base.__name__}"
-    TreeBackend.__qualname__ = TreeBackend.__name__
-    return TreeBackend
+    return named_after(base, TreeBackend)
 
 
 def _refuse(name: str, what: str, fix: str) -> ValueError:

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
 from vllm_ddtree.attention.latent import Tail
-from vllm_ddtree.attention.metadata import layer_runtime
+from vllm_ddtree.attention.metadata import TreeRowGraphs, layer_runtime, named_after
 
 
 @functools.cache
@@ -31,7 +30,7 @@ def latent_tree_builder(base: type) -> type:
     # vLLM would reserve its scratch for as many rows as a tree has.
     single_rows = issubclass(base, TritonMLAMetadataBuilder)
 
-    class LatentTreeMetadataBuilder(base):
+    class LatentTreeMetadataBuilder(TreeRowGraphs, base):
         if single_rows:
             query_len_support = QueryLenSupport.SINGLE_ONLY
 
@@ -41,13 +40,6 @@ def latent_tree_builder(base: type) -> type:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             self.layer_names = layer_names
             self.own_split = self.reorder_batch_threshold, self.query_len_support
-
-        @classmethod
-        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            # A FULL graph is captured for tree rows only; mixed batches run their attention
-            # outside.
-            support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-            return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
 
         def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
             return self.build(0, common_attn_metadata)
@@ -88,6 +80,4 @@ def latent_tree_builder(base: type) -> type:
             metadata.tails = tails
             return metadata
 
-    LatentTreeMetadataBuilder.__name__ = f"Tree{base.__name__}"
-    LatentTreeMetadataBuilder.__qualname__ = LatentTreeMetadataBuilder.__name__
-    return LatentTreeMetadataBuilder
+    return named_after(base, LatentTreeMetadataBuilder)

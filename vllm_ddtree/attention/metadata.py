@@ -44,6 +44,22 @@ def layer_runtime(builder: Any) -> Runtime:
     return layers[builder.layer_names[0]].impl.tree_runtime
 
 
+def named_after(base: type, tree_aware: type) -> type:
+    """The tree-aware form of a class, under the name of what it is made from."""
+    tree_aware.__name__ = tree_aware.__qualname__ = f"Tree{base.__name__}"
+    return tree_aware
+
+
+class TreeRowGraphs:
+    """Over a metadata builder: FULL graphs for tree rows only. Mixed batches run their attention
+    outside."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
+
+
 @functools.cache
 def tree_builder(base: type) -> type:
     """The tree-aware form of a backend's metadata builder class."""
@@ -51,14 +67,7 @@ def tree_builder(base: type) -> type:
     # is the prefix pass, so that is what its metadata must describe.
     plans_prefix = compat.plans_ahead(base)
 
-    class TreeMetadataBuilder(base):
-        @classmethod
-        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-            # A FULL graph is captured for tree rows only; mixed batches run their attention
-            # outside.
-            support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-            return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
-
+    class TreeMetadataBuilder(TreeRowGraphs, base):
         def build(
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
         ) -> Any:
@@ -84,6 +93,4 @@ def tree_builder(base: type) -> type:
             )
             return metadata
 
-    TreeMetadataBuilder.__name__ = f"Tree{base.__name__}"
-    TreeMetadataBuilder.__qualname__ = TreeMetadataBuilder.__name__
-    return TreeMetadataBuilder
+    return named_after(base, TreeMetadataBuilder)

@@ -2,22 +2,22 @@
 """What a round costs on this machine: measured at start, corrected by the rounds served.
 
 After the CUDA graphs are captured, a dummy round of every captured shape is run and timed: target
-forward, logits, draft, as vLLM's own `_dummy_run` does it (v1/worker/gpu/model_runner.py). All
-ranks measure at the same time and in the same order, so that collectives meet. Dummy rounds have
-next to no context, and a machine under load clocks lower, so the scheduler corrects them.
+forward, logits, draft. All ranks measure at the same time and in the same order, so that
+collectives meet. Dummy rounds have next to no context, and a machine under load clocks lower, so
+the scheduler corrects them.
 """
 
 import bisect
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from vllm_ddtree import compat
 from vllm_ddtree.graphs.forms import ask_for_chains
 
 WARM_UP = 2
@@ -111,56 +111,17 @@ def _size(shape: Shape) -> int:
 
 
 def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
-    """One dummy round: no request, no live cache block, no live tree."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    output = SchedulerOutput.make_empty()
-    output.num_scheduled_tokens = {f"_ddtree_{i}": rows for i in range(num_reqs)}
-    output.total_num_scheduled_tokens = rows * num_reqs
-    ask_for_chains(output, chain)
-    runner.execute_model(output, dummy_run=True)
-    state, runner.execute_model_state = runner.execute_model_state, None
-    batch = state.input_batch
-    runner.model.compute_logits(state.hidden_states[: rows * num_reqs]).argmax(-1)
+    """One dummy round, with no live tree in it."""
+    state, logits = compat.dummy_step(
+        runner, num_reqs, rows, lambda output: ask_for_chains(output, chain)
+    )
+    logits.argmax(-1)
     if rows == 1:
         return
     # As after a verify step that accepted nothing.
     step = runner.model_state.runtime.step
     step.verified, step.has_plain_rows = True, False
-    ones = torch.ones(batch.num_reqs, dtype=torch.int32, device=runner.device)
-    runner.speculator.propose(
-        input_batch=batch,
-        attn_metadata=state.attn_metadata,
-        slot_mappings=state.slot_mappings_by_layer,
-        last_hidden_states=state.hidden_states,
-        aux_hidden_states=state.aux_hidden_states,
-        num_sampled=ones,
-        num_rejected=ones * (rows - 1),
-        last_sampled=runner.req_states.last_sampled_tokens,
-        next_prefill_tokens=runner.req_states.next_prefill_tokens,
-        temperature=runner.sampler.sampling_states.temperature.gpu,
-        seeds=runner.sampler.sampling_states.seeds.gpu,
-        dummy_run=True,
-    )
-
-
-@contextmanager
-def _random_tokens(runner: Any) -> Iterator[None]:
-    """Dummy rounds with random tokens: equal rows would draw less power than real ones."""
-    manager, buffers = runner.cudagraph_manager, runner.input_buffers
-    replay = manager.run_fullgraph
-    vocab = runner.model_config.get_vocab_size()
-    generator = torch.Generator(runner.device).manual_seed(0)  # the same on all ranks
-
-    def run_fullgraph(desc: Any, *args: Any, **kwargs: Any) -> Any:
-        buffers.input_ids[: desc.num_tokens].random_(0, vocab, generator=generator)
-        return replay(desc, *args, **kwargs)
-
-    manager.run_fullgraph = run_fullgraph
-    try:
-        yield
-    finally:
-        del manager.run_fullgraph
+    compat.dummy_draft(runner, state, rows - 1)
 
 
 def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:
@@ -206,7 +167,7 @@ def measure(worker: Any) -> Costs:
         (desc.num_tokens // desc.num_reqs, desc.num_reqs)
         for desc in getattr(manager.graphs, "chains", {})
     }
-    with _random_tokens(runner):
+    with compat.random_tokens(runner):
         for shape in shapes:
             costs.rounds[shape] = _time(runner, *shape, chain=False)
             if shape in chains:

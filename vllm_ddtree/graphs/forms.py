@@ -8,6 +8,7 @@ a graph for each. The scheduler says with each step which form it wants.
 from collections.abc import Callable
 from typing import Any
 
+from vllm_ddtree import compat
 from vllm_ddtree.runtime import Runtime
 
 _ASKED = "ddtree_chains"
@@ -56,23 +57,16 @@ def capture_chains(
         capture: captures every graph that the manager describes.
 
     """
-    from vllm.config.compilation import CUDAGraphMode
-
-    described = manager._capture_descs
-    full = described.get(CUDAGraphMode.FULL, [])
+    full = compat.full_graphs(manager)
     wanted = [desc for desc in full if desc.uniform_token_count == budget + 1]
     if not wanted:
         return
-    if getattr(manager, "_max_full_descs_to_capture", None) is not None:
-        # vLLM measures a few graphs and multiplies by their number; the manager is thrown away.
+    if compat.estimates_memory(manager):
         full.extend(wanted)
         return
-    trees, manager.graphs = manager.graphs, {}
-    manager._capture_descs = {CUDAGraphMode.FULL: wanted}
     runtime.chains_asked = True
     try:
-        capture()
-        manager.graphs = GraphsByForm(trees, manager.graphs, runtime)
+        chains = compat.capture_apart(manager, wanted, capture)
     finally:
-        manager._capture_descs = described
         runtime.chains_asked = False
+    manager.graphs = GraphsByForm(manager.graphs, chains, runtime)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one package that knows vLLM's private names.
+
+Everything of vLLM that is replaced, or used although it is not a public interface, is listed in
+`SEAMS`; moving to the next vLLM release means editing this package.
+
+- `check()` proves, without importing the heavy modules, that every seam is there (at `register()`).
+- `hook_engine_args()` replaces the entry points through which a configuration is made (light).
+- `hook_runner()` replaces the two factories of Model Runner V2 and what its steps and graphs begin
+  with, `hook_outputs()` and `hook_metrics()` the places that statistics pass, `hook_sleep()` a
+  worker's sleep, `hook_checks()` the end of a step. They run only in a process in which a DDTree
+  configuration exists, so that an installed plugin changes nothing for other methods.
+- The rest is what the plugin calls of vLLM by private names.
+
+Every replacement calls the original for a configuration that is not DDTree's. vLLM's modules are
+imported where they are used, none when this package is.
+"""
+
+from vllm_ddtree.compat.attention import mla_backend, plans_ahead, reserve_mla_workspace
+from vllm_ddtree.compat.drafter import aux_layers, mask_token_id
+from vllm_ddtree.compat.dummy import dummy_draft, dummy_step, random_tokens
+from vllm_ddtree.compat.engine_args import hook_engine_args
+from vllm_ddtree.compat.graphs import capture_apart, estimates_memory, full_graphs
+from vllm_ddtree.compat.metrics import hook_metrics, hook_outputs, new_spec_decoding_stats
+from vllm_ddtree.compat.runner import hook_checks, hook_runner
+from vllm_ddtree.compat.sampler import request_chunks
+from vllm_ddtree.compat.sleep import hook_sleep
+from vllm_ddtree.compat.stop import add_error_output, model_runner_output, stop_with_error
+from vllm_ddtree.compat.verify import SeamError, check, vllm_version
+
+__all__ = [
+    "SeamError",
+    "add_error_output",
+    "aux_layers",
+    "capture_apart",
+    "check",
+    "dummy_draft",
+    "dummy_step",
+    "estimates_memory",
+    "full_graphs",
+    "hook_checks",
+    "hook_engine_args",
+    "hook_metrics",
+    "hook_outputs",
+    "hook_runner",
+    "hook_sleep",
+    "mask_token_id",
+    "mla_backend",
+    "model_runner_output",
+    "new_spec_decoding_stats",
+    "plans_ahead",
+    "random_tokens",
+    "request_chunks",
+    "reserve_mla_workspace",
+    "stop_with_error",
+    "vllm_version",
+]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention backends: which one vLLM takes, and what it plans and reserves for it."""
+
+from typing import Any
+
+
+def reserve_mla_workspace(
+    vllm_config: Any, max_rows: int, num_heads: int, kv_lora_rank: int
+) -> None:
+    """Reserve the scratch of vLLM's Triton MLA decode kernel for so many rows (vLLM 0.33)."""
+    from vllm.v1.attention.backends.mla import triton_mla
+
+    triton_mla._reserve_attn_logits_workspace(vllm_config, max_rows, num_heads, kv_lora_rank)
+
+
+def mla_backend(vllm_config: Any, asked: str | None) -> str | None:
+    """The attention backend that vLLM gives a target with multi-head latent attention.
+
+    Args:
+        vllm_config: the engine's; its own backend is not read.
+        asked: a backend's name, None: vLLM's own choice.
+
+    Returns:
+        Its name (a platform may give another than was asked for), None if there is none.
+
+    """
+    from vllm.config.vllm import set_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model, attention = vllm_config.model_config, vllm_config.attention_config
+    before = attention.backend
+    attention.backend = AttentionBackendEnum[asked] if asked else None
+    try:
+        with set_current_vllm_config(vllm_config):
+            # As vLLM's MLAAttention asks (model_executor/layers/attention/mla_attention.py).
+            backend: Any = get_attn_backend(
+                model.get_head_size(),
+                model.dtype,
+                vllm_config.cache_config.cache_dtype,
+                use_mla=True,
+                num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+            )
+    except ValueError:
+        return None
+    finally:
+        attention.backend = before
+    return backend.get_name()
+
+
+def plans_ahead(builder: type) -> bool:
+    """Whether a metadata builder plans its kernel's work (FlashAttention's scheduler metadata)."""
+    return hasattr(builder, "_get_scheduler_metadata")
