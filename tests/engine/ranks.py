@@ -51,7 +51,8 @@ def watch_gathers(worker: Any) -> None:
     from vllm.distributed import parallel_state
 
     group, speculator = parallel_state.get_tp_group(), worker.model_runner.speculator
-    worker.gathers = gathers = []
+    gathers: list[list[tuple[tuple[int, ...], int]]] = []
+    worker.gathers = gathers
     all_gather, draft = group.all_gather, speculator._generate_draft
 
     def all_gather_and_tell(tensor: Any, *args: Any) -> Any:

@@ -55,7 +55,7 @@ def check(logits: torch.Tensor, k: int, num_shards: int) -> None:
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(log_probs, wanted, rtol=1e-6, atol=4e-6)
     one, one_ids = torch.empty_like(log_probs), torch.empty_like(ids)
-    top_k_log_probs(logits, one, one_ids, Candidates(*logits.shape, k, DEVICE))
+    top_k_log_probs(logits, one, one_ids, Candidates(len(logits), logits.shape[1], k, DEVICE))
     assert torch.equal(ids, one_ids)
     torch.testing.assert_close(log_probs, one, rtol=2e-7, atol=1e-6)
     if num_shards == 1:
