@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks: vLLM's multiprocess executor, two workers of the CPU engine, sums over gloo.
 
-Every rank drafts, verifies and walks for itself, from logits that vLLM gathers; so all must hold
-the same trees in every round, and give the tokens and rounds of one rank. The requests are without
-near-ties: vLLM's sums over two ranks, in another order, change none of their tokens.
+Every rank drafts from its own half of the vocabulary and the candidates of the other, and verifies
+and walks for itself, from logits that vLLM gathers; so all must hold the same trees in every round,
+and give the tokens and rounds of one rank. The requests are without near-ties: vLLM's sums over two
+ranks, in another order, change none of their tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 
 from tests.conftest import NANO
 from tests.engine.harness import PROMPTS, Result, generate, greedy, open_engine, run_engine
-from tests.engine.ranks import record, rounds
+from tests.engine.ranks import check_heads, gathered, record, rounds, watch_gathers
 from vllm_ddtree.budget import auto
 from vllm_ddtree.budget.cost import Costs
 from vllm_ddtree.budget.meter import read_meter
@@ -57,6 +58,7 @@ def ranks() -> Iterator[LLM]:
         patch.setenv("VLLM_DDTREE_CHECK", "1")
         with open_engine(NANO.target, SPEC, tensor_parallel_size=2, **ENGINE) as llm:
             llm.collective_rpc(record)
+            llm.collective_rpc(watch_gathers)
             yield llm
 
 
@@ -67,6 +69,12 @@ def test_same_tokens_and_rounds_as_one_rank(ranks: LLM) -> None:
     assert result.counters == one_rank(True).counters
     assert result.counters.num_accepted_tokens > 0
     assert rounds(ranks) > 5
+    # A draft gathers once: of each position 16 candidates and the sum of a shard, 8 bytes each.
+    for drafts in ranks.collective_rpc(gathered):
+        assert len(drafts) > 5
+        for ((rows, _), size), *more in drafts:
+            assert size == rows * 17 * 8 and rows % 7 == 0 and not more
+    check_heads(ranks)
 
 
 def corrupt(worker: Any, request: str) -> None:

@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 from tests.conftest import Pair
 from tests.engine import models
 from tests.engine.harness import PROMPTS
-from tests.engine.ranks import record, rounds
+from tests.engine.ranks import check_heads, record, rounds
 from tests.gpu.engines import ENGINE, GRAPHS, check_gaps, gaps, qwen3_moe, requests, spec
 from vllm_ddtree.testing.engine import generate, open_engine
 
@@ -38,6 +38,7 @@ def test_tensor_parallel(budget: int | str, graphs: dict[str, Any], small_pair: 
         limit = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
         last = generate(llm, [tokens], limit)
         assert rounds(llm) > 0
+        check_heads(llm)
     assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
     assert [len(text) for text in result.token_ids] == [p.max_tokens for p in params]
     assert len(tokens) + len(last.token_ids[0]) == ENGINE["max_model_len"]

@@ -100,6 +100,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager: capture",),
     "vllm.v1.worker.gpu.spec_decode.utils": ("get_parallel_drafting_token_id",),
+    "vllm.model_executor.models.qwen3_dflash": ("DFlashQwen3ForCausalLM: compute_logits",),
+    "vllm.model_executor.layers.logits_processor": ("LogitsProcessor: forward",),
+    "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
     "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils": ("get_eagle3_aux_layers_from_config",),
     # Sampling.
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler": (

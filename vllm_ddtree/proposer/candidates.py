@@ -8,6 +8,9 @@ descending, token id ascending) is total, so whatever comes after the last candi
 had, and nothing needs to be crossed out.
 
 Logits are compared as int32 images of the same order, with NaN as -inf and -0.0 as 0.0.
+
+A tensor-parallel rank that holds a shard of the vocabulary finds the same of its shard
+(`top_k_keys`); `merge_shards` (proposer/shards.py) makes one of all.
 """
 
 import torch
@@ -18,11 +21,13 @@ CHUNK_GROUPS = 32  # groups a program of the first pass
 
 
 class Candidates:
-    """Persistent scratch of `top_k_log_probs`, so that a call allocates nothing.
+    """Persistent scratch of `top_k_log_probs` or `top_k_keys`, so that a call allocates nothing.
 
-    max_rows: most draft positions in one call (requests times positions)
-    vocab:    tokens of the draft vocabulary
-    top_k:    candidates a position, at most `vocab`
+    max_rows:  most draft positions in one call (requests times positions)
+    vocab:     tokens of the draft vocabulary
+    top_k:     candidates a position, at most `vocab`
+    token_ids: for `top_k_keys`: int32 [vocab], ascending, the tokens of the shard, which may be
+               fewer than `top_k`, or none
 
     group_max: int32 [max_rows, G], image of the best logit of each group of 256 tokens
     chunk_max: float32 [max_rows, C], best logit of each chunk of 32 groups
@@ -31,17 +36,29 @@ class Candidates:
     Raises ValueError when a size does not fit.
     """
 
-    def __init__(self, max_rows: int, vocab: int, top_k: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        vocab: int,
+        top_k: int,
+        device: torch.device | str,
+        token_ids: torch.Tensor | None = None,
+    ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
-        if not 1 <= top_k <= vocab:
+        if top_k < 1 or (top_k > vocab and token_ids is None):
             raise ValueError(
                 f"top_k must be between 1 and the {vocab} tokens of the vocabulary, got {top_k}"
+            )
+        if token_ids is not None and (token_ids.shape, token_ids.dtype) != ((vocab,), torch.int32):
+            raise ValueError(
+                f"token_ids must be int32 [{vocab}], got {token_ids.dtype} {list(token_ids.shape)}"
             )
         self.max_rows = max_rows
         self.vocab = vocab
         self.top_k = top_k
-        self.num_groups = triton.cdiv(vocab, GROUP)
+        self.token_ids = token_ids
+        self.num_groups = max(1, triton.cdiv(vocab, GROUP))
         self.num_chunks = triton.cdiv(self.num_groups, CHUNK_GROUPS)
         self.group_max = torch.empty(max_rows, self.num_groups, dtype=torch.int32, device=device)
         self.chunk_max = torch.empty(max_rows, self.num_chunks, dtype=torch.float32, device=device)
@@ -80,7 +97,40 @@ def top_k_log_probs(
     allocates nothing, so it can be captured in a graph. Raises ValueError when a shape or dtype
     does not fit.
     """
-    num_rows = _check(logits, out_log_probs, out_ids, scratch)
+    num_rows = logits.shape[0]
+    _check_logits(logits, scratch)
+    check_out("out_log_probs", out_log_probs, (num_rows, scratch.top_k), torch.float32)
+    check_out("out_ids", out_ids, (num_rows, scratch.top_k), torch.int64)
+    _launch(logits, out_log_probs, out_ids, scratch)
+
+
+def top_k_keys(logits: torch.Tensor, out_keys: torch.Tensor, scratch: Candidates) -> None:
+    """Write what one shard of the vocabulary gives to `merge_shards`.
+
+    logits:   as in `top_k_log_probs`, the shard's columns [M, V]
+    out_keys: int64 [M, k + 1], out: `top_k` best tokens, each as a key, whose order is that of the
+              candidates: the image of the logit, then 2**31 - 1 - token id, 32 bits each. Beyond
+              the last token, keys below all others. At last the shard's share of the log-sum-exp:
+              its best logit, then the sum of exp(logit - best), as float32 bits
+    scratch:  made with `token_ids`; overwritten
+
+    Otherwise as `top_k_log_probs`.
+    """
+    if scratch.token_ids is None:
+        raise ValueError("make Candidates with the shard's token_ids")
+    _check_logits(logits, scratch)
+    check_out("out_keys", out_keys, (logits.shape[0], scratch.top_k + 1), torch.int64)
+    _launch(logits, None, out_keys, scratch)
+
+
+def _launch(
+    logits: torch.Tensor,
+    out_log_probs: torch.Tensor | None,
+    out: torch.Tensor,
+    scratch: Candidates,
+) -> None:
+    """Both passes. Without `out_log_probs`, `out` takes a shard's keys, else the token ids."""
+    num_rows = logits.shape[0]
     if num_rows == 0:
         return
     rows_per_program = min(scratch.rows_per_program, triton.next_power_of_2(num_rows))
@@ -106,10 +156,11 @@ def top_k_log_probs(
         scratch.group_max,
         scratch.chunk_max,
         scratch.chunk_sum,
+        scratch.token_ids,
         out_log_probs,
-        out_log_probs.stride(0),
-        out_ids,
-        out_ids.stride(0),
+        0 if out_log_probs is None else out_log_probs.stride(0),
+        out,
+        out.stride(0),
         num_rows,
         VOCAB=scratch.vocab,
         NUM_GROUPS=scratch.num_groups,
@@ -123,40 +174,34 @@ def top_k_log_probs(
     )
 
 
-def _check(
-    logits: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor, scratch: Candidates
-) -> int:
-    """Host-side checks of shapes and dtypes. Returns the number of rows."""
+def _check_logits(logits: torch.Tensor, scratch: Candidates) -> None:
+    """Host-side checks of shape, dtype and layout."""
     if logits.dim() != 2 or logits.shape[1] != scratch.vocab:
         raise ValueError(f"logits must be [M, {scratch.vocab}], got {list(logits.shape)}")
     if logits.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"logits must be float16, bfloat16 or float32, got {logits.dtype}")
-    num_rows = logits.shape[0]
-    if num_rows > scratch.max_rows:
+    if logits.shape[0] > scratch.max_rows:
         raise ValueError(
-            f"logits has {num_rows} rows; make Candidates with max_rows of at least that, "
+            f"logits has {logits.shape[0]} rows; make Candidates with max_rows of at least that, "
             f"not {scratch.max_rows}"
         )
-    for name, tensor, dtype in (
-        ("out_log_probs", out_log_probs, torch.float32),
-        ("out_ids", out_ids, torch.int64),
-    ):
-        if tensor.shape != (num_rows, scratch.top_k) or tensor.dtype != dtype:
-            raise ValueError(
-                f"{name} must be {dtype} [{num_rows}, {scratch.top_k}], "
-                f"got {tensor.dtype} {list(tensor.shape)}"
-            )
-    for name, tensor in (
-        ("logits", logits),
-        ("out_log_probs", out_log_probs),
-        ("out_ids", out_ids),
-    ):
-        if tensor.stride(1) != 1 and tensor.shape[1] > 1:
-            raise ValueError(
-                f"{name} has stride {tensor.stride(1)} in its last dimension; "
-                "make it contiguous there"
-            )
-    return num_rows
+    _check_rows("logits", logits)
+
+
+def check_out(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Raise ValueError unless an output has this shape and dtype, last dimension contiguous."""
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} must be {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
+        )
+    _check_rows(name, tensor)
+
+
+def _check_rows(name: str, tensor: torch.Tensor) -> None:
+    if tensor.stride(1) != 1 and tensor.shape[1] > 1:
+        raise ValueError(
+            f"{name} has stride {tensor.stride(1)} in its last dimension; make it contiguous there"
+        )
 
 
 @triton.jit
@@ -167,6 +212,29 @@ def _load_logits(ptrs, in_vocab):
     x = tl.where(x == 0.0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
     return x, tl.where(in_vocab, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+
+
+@triton.jit
+def value_of(image):
+    """The float32 of an image."""
+    bits = image ^ ((image >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_parts(best, total):
+    """Parts of a log-sum-exp, [rows, parts] best logits and sums of exp(logit - best): of all."""
+    # Parts of -inf carry a best of 0 and no sum: they must not raise the common one.
+    best = tl.where(total > 0.0, best, float("-inf"))
+    shift = tl.max(best, axis=1)  # [rows]
+    shift = tl.where(shift > float("-inf"), shift, 0.0)
+    return shift, tl.sum(total * tl.exp(best - shift[:, None]), axis=1)
+
+
+@triton.jit
+def log_of(total):
+    """Of a log-sum-exp's sum; all -inf: any finite number will do."""
+    return tl.log(tl.where(total > 0.0, total, 1.0))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -215,10 +283,11 @@ def _top_k_kernel(
     group_max_ptr,  # int32 [max_rows, G]
     chunk_max_ptr,  # float32 [max_rows, C]
     chunk_sum_ptr,  # float32 [max_rows, C]
-    out_log_probs_ptr,  # float32 [M, k]
+    token_ids_ptr,  # int32 [V] of a shard, or None
+    out_log_probs_ptr,  # float32 [M, k], or None: of a shard
     out_log_probs_stride,
-    out_ids_ptr,  # int64 [M, k]
-    out_ids_stride,
+    out_ptr,  # int64 [M, k] ids, of a shard [M, k + 1] keys
+    out_stride,
     num_rows,
     VOCAB: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -238,12 +307,13 @@ def _top_k_kernel(
     in_row = in_batch[:, None] & (chunk < NUM_CHUNKS)
     chunk_max = tl.load(chunk_max_ptr + chunk_ptrs, mask=in_row, other=float("-inf"))
     chunk_sum = tl.load(chunk_sum_ptr + chunk_ptrs, mask=in_row, other=0.0)
-    # Chunks of -inf carry a shift of 0 and no sum: they must not raise the common shift.
-    chunk_max = tl.where(chunk_sum > 0.0, chunk_max, float("-inf"))
-    shift = tl.max(chunk_max, axis=1)  # [ROWS]
-    shift = tl.where(shift > float("-inf"), shift, 0.0)
-    total = tl.sum(chunk_sum * tl.exp(chunk_max - shift[:, None]), axis=1)
-    log_total = tl.log(tl.where(total > 0.0, total, 1.0))  # all -inf: any finite number will do
+    shift, total = sum_parts(chunk_max, chunk_sum)  # [ROWS]
+    log_total = log_of(total)
+    out_ptrs = out_ptr + row * out_stride
+    if token_ids_ptr is not None:
+        share = shift.to(tl.int32, bitcast=True).to(tl.int64) << 32
+        share |= total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        tl.store(out_ptrs + TOP_K, share, mask=in_batch)
 
     group = tl.arange(0, GROUPS_BLOCK)[None, :]
     group_max = tl.load(
@@ -272,8 +342,13 @@ def _top_k_kernel(
         last = best
         last_token = first + place
 
-        bits = best ^ ((best >> 31) & 0x7FFFFFFF)
-        value = bits.to(tl.float32, bitcast=True)
-        value = value - shift - log_total  # in this order, far from zero no digits are lost
-        tl.store(out_log_probs_ptr + row * out_log_probs_stride + rank, value, mask=in_batch)
-        tl.store(out_ids_ptr + row * out_ids_stride + rank, last_token.to(tl.int64), mask=in_batch)
+        if token_ids_ptr is None:
+            # In this order, far from zero no digits are lost.
+            value = value_of(best) - shift - log_total
+            tl.store(out_log_probs_ptr + row * out_log_probs_stride + rank, value, mask=in_batch)
+            tl.store(out_ptrs + rank, last_token.to(tl.int64), mask=in_batch)
+        else:
+            there = in_batch & (last_token < VOCAB)
+            token = tl.load(token_ids_ptr + last_token, mask=there, other=0)
+            key = (best.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+            tl.store(out_ptrs + rank, key, mask=in_batch)

@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree import runtime
 from vllm_ddtree.graphs.draft import DraftGraphManager
-from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
 from vllm_ddtree.proposer.context import ContextRows, gather_states
+from vllm_ddtree.proposer.head import Head, make_head
 from vllm_ddtree.tree.build import build_trees
 
 logger = init_logger("vllm.ddtree")
@@ -72,8 +72,8 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self.tree_slots = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
         self.context = ContextRows(self.max_num_reqs, rt.max_path, device)
-        # Made by the first (profiling) run, which shows the width of the drafter's logits.
-        self.candidates: Candidates | None = None
+        # Made by the first (profiling) run: not while weights load, or it would sleep with them.
+        self.head: Head | None = None
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         # A verify step leaves the rows of a path, whatever the budget.
@@ -131,13 +131,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         rt, steps = self.runtime, self.num_speculative_steps
         # [num_reqs, depth]: the first `depth` masked queries of each block.
         rows = self.sample_indices[: num_reqs * steps].view(num_reqs, steps)[:, : rt.depth]
-        logits = self.model.compute_logits(hidden_states[rows.reshape(-1)])
-        if self.candidates is None:
-            self.candidates = Candidates(
-                self.max_num_reqs * rt.depth, logits.shape[1], rt.top_k, logits.device
-            )
+        if self.head is None:
+            self.head = make_head(self.model, self.max_num_reqs * rt.depth, rt.top_k, self.device)
         log_probs, token_ids = self.log_probs[:num_reqs], self.token_ids[:num_reqs]
-        top_k_log_probs(logits, log_probs.flatten(0, 1), token_ids.flatten(0, 1), self.candidates)
+        self.head.top_k(
+            hidden_states[rows.reshape(-1)], log_probs.flatten(0, 1), token_ids.flatten(0, 1)
+        )
         # A padded or dummy request's rows are inert: -1.
         slots = self.tree_slots[:num_reqs]
         slots.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])

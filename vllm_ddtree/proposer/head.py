@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft head: from hidden states to the candidates of each draft position.
+
+Two forms, chosen once, at start. `WholeHead` asks the drafter for its logits, which
+under tensor parallelism vLLM gathers from all ranks. `ShardedHead` leaves every rank the logits of
+its own shard of the vocabulary, and gathers k candidates a rank.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+
+from vllm_ddtree.proposer.candidates import Candidates, top_k_keys, top_k_log_probs
+from vllm_ddtree.proposer.shards import merge_shards
+
+logger = init_logger("vllm.ddtree")
+
+
+class Head(Protocol):
+    """What the proposer asks of a draft head."""
+
+    def top_k(
+        self, hidden_states: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor
+    ) -> None:
+        """Write the best tokens of each row and their log-probs over the whole vocabulary.
+
+        hidden_states: [M, hidden size], the drafter's
+        out_log_probs: float32 [M, k], out
+        out_ids:       int64 [M, k], out: the target's token ids
+
+        Order and layout are those of `top_k_log_probs`. Can be captured in a graph.
+        """
+
+
+class WholeHead:
+    """Every rank finds the candidates in the logits of the whole vocabulary."""
+
+    def __init__(self, model: Any, max_rows: int, top_k: int) -> None:
+        self.model, self.max_rows, self.num_candidates = model, max_rows, top_k
+        # Made by the first (profiling) run, which shows the width of the drafter's logits.
+        self.candidates: Candidates | None = None
+
+    def top_k(
+        self, hidden_states: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor
+    ) -> None:
+        """As in `Head`."""
+        logits = self.model.compute_logits(hidden_states)
+        if self.candidates is None:
+            self.candidates = Candidates(
+                self.max_rows, logits.shape[1], self.num_candidates, logits.device
+            )
+        top_k_log_probs(logits, out_log_probs, out_ids, self.candidates)
+
+
+class ShardedHead:
+    """Every rank finds the candidates of its shard; all ranks merge those of all.
+
+    The shard's columns are what `DFlashQwen3ForCausalLM.compute_logits` would gather of this rank
+    and keep, with the ids that they get there (vLLM models/qwen3_dflash.py and
+    layers/logits_processor.py). Where a row has fewer than k candidates above -inf, the whole form
+    fills up with any token of the target, this one with those of the draft vocabulary; neither
+    becomes a node.
+
+    Raises ValueError when the vocabulary has fewer than `top_k` tokens.
+    """
+
+    def __init__(self, model: Any, max_rows: int, top_k: int, device: torch.device | str) -> None:
+        self.lm_head, self.logits_processor = model.lm_head, model.logits_processor
+        self.num_shards = self.lm_head.tp_size
+        vocab = self.logits_processor.org_vocab_size
+        width = self.lm_head.num_embeddings_per_partition
+        if top_k > vocab:
+            raise ValueError(f"the draft vocabulary has {vocab} tokens, fewer than top_k={top_k}")
+        # Without what vLLM pads; the last ranks may have nothing else.
+        first = min(self.lm_head.tp_rank * width, vocab)
+        last = min(first + width, vocab)
+        ids = _target_ids(model, vocab)[first:last].to(device, torch.int32)
+        self.candidates = Candidates(max_rows, last - first, top_k, device, ids)
+        self.keys = torch.zeros(max_rows, top_k + 1, dtype=torch.int64, device=device)
+
+    def top_k(
+        self, hidden_states: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor
+    ) -> None:
+        """As in `Head`; the same bits on every rank."""
+        keys = self.keys[: hidden_states.shape[0]]
+        logits = self.logits_processor(self.lm_head, hidden_states, skip_gather=True)
+        top_k_keys(logits[:, : self.candidates.vocab], keys, self.candidates)
+        # As float32: vLLM's shared-memory gather on the CPU takes no integers. Bits are copied.
+        gathered = tensor_model_parallel_all_gather(keys.view(torch.float32), dim=0)
+        merge_shards(
+            gathered.view(torch.int64).view(self.num_shards, *keys.shape), out_log_probs, out_ids
+        )
+
+
+def make_head(model: Any, max_rows: int, top_k: int, device: torch.device | str) -> Head:
+    """The form that fits a loaded drafter; the same on every rank.
+
+    max_rows: most draft positions in one call
+    top_k:    candidates a position
+    """
+    why = _why_whole(model)
+    if why is None:
+        logger.debug("ddtree: each rank drafts from its own shard of the vocabulary")
+        return ShardedHead(model, max_rows, top_k, device)
+    logger.debug("ddtree: each rank drafts from the whole vocabulary's logits: %s", why)
+    return WholeHead(model, max_rows, top_k)
+
+
+def _why_whole(model: Any) -> str | None:
+    """Why the drafter's head cannot be taken apart, None if it can."""
+    ranks = get_tensor_model_parallel_world_size()
+    if ranks == 1:
+        return "there is one rank"
+    if type(model).compute_logits is not DFlashQwen3ForCausalLM.compute_logits:
+        return f"{type(model).__name__} computes its logits in a way of its own"
+    if type(model.logits_processor) is not LogitsProcessor:
+        return f"its logits pass a {type(model.logits_processor).__name__}"
+    head = model.lm_head
+    if not isinstance(head, VocabParallelEmbedding):
+        return f"its head is a {type(head).__name__}"
+    if (head.tp_rank, head.tp_size) != (get_tensor_model_parallel_rank(), ranks):
+        return "its head is not spread over the ranks"
+    ids = _target_ids(model, model.logits_processor.org_vocab_size)
+    if not bool((ids[1:] > ids[:-1]).all()):
+        return "its vocabulary is not in the order of the target's"
+    return None
+
+
+def _target_ids(model: Any, vocab: int) -> torch.Tensor:
+    """int64 [vocab]: the target's id of each token of the draft vocabulary."""
+    offsets = model.draft_id_to_target_id
+    ids = torch.arange(vocab, device=None if offsets is None else offsets.device)
+    return ids if offsets is None else ids + offsets
