@@ -128,7 +128,7 @@ def test_counts_against_a_plain_reference() -> None:
             form = Form.PARAMETERS if chain[i] else other
             if form == Form.TREE and nodes == 1:
                 form = Form.ONE_NODE
-            expected.rounds[form if nodes else Form.NO_DRAFTS] += 1
+            expected.rounds[form if nodes else Form.REFUSED] += 1
             expected.nodes += nodes
             for rank in walked[row, 1 : accepted + 1]:
                 expected.ranks[rank] += 1

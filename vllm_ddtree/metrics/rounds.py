@@ -20,6 +20,7 @@ class Form(IntEnum):
     BUDGET_0 = 5
     NO_DRAFTS = 6
     CHOSEN = 7
+    REFUSED = 8
 
 
 LABELS: dict[Form, tuple[str, str]] = {
@@ -31,6 +32,7 @@ LABELS: dict[Form, tuple[str, str]] = {
     Form.BUDGET_0: ("none", "budget 0"),
     Form.NO_DRAFTS: ("none", "no drafts"),
     Form.CHOSEN: ("chain", "faster"),
+    Form.REFUSED: ("none", "drafts refused"),
 }
 """(form, reason) of the metrics' labels."""
 

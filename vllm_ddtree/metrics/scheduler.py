@@ -76,7 +76,7 @@ class RoundCounter:
         at, counts = self._index[request_id], self._started()
         form, (nodes, *ranks) = self._forms[at], self._walked[at]
         if nodes == 0:
-            form = Form.NO_DRAFTS
+            form = Form.REFUSED
         elif nodes == 1 and form == Form.TREE:
             form = Form.ONE_NODE
         counts.rounds[form] += 1
