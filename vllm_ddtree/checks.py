@@ -93,7 +93,9 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     backend = vllm_config.attention_config.backend
     if model.use_mla:
         _choose_mla_backend(vllm_config)
-    elif backend is not None and backend.name not in SUPPORTED_BACKENDS:
+    elif backend is None:
+        _replace_choice(vllm_config, SUPPORTED_BACKENDS, "multi-head attention")
+    elif backend.name not in SUPPORTED_BACKENDS:
         _refuse("--attention-backend", backend.name, f"use {one_of(SUPPORTED_BACKENDS[:2])}")
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8_CACHES):
@@ -119,22 +121,31 @@ def _choose_mla_backend(vllm_config: Any) -> None:
                 f"target {name!r}, which has {what}: use {one_of(supported)}, or leave it out"
             )
         return
-    chosen = own = compat.mla_backend(vllm_config, None)
-    if own not in supported:
-        fitting = [b for b in supported if compat.mla_backend(vllm_config, b) == b]
-        if not fitting:
-            raise ValueError(
-                f"method ddtree does not support target {name!r} on this device: it has {what}, "
-                f"for which vLLM has {own or 'no backend'} here, and not {one_of(supported)}; "
-                "use method dflash"
-            )
-        chosen = fitting[0]
-        logger.warning(
-            "ddtree: trees cannot be verified on vLLM's choice %s; using --attention-backend=%s",
-            own,
-            chosen,
+    attention.backend = AttentionBackendEnum[_replace_choice(vllm_config, supported, what)]
+
+
+def _replace_choice(vllm_config: Any, supported: tuple[str, ...], what: str) -> str:
+    """Set the first supported backend that vLLM takes, where its own choice is none of them.
+
+    Returns the backend that it will be.
+    """
+    own = compat.target_backend(vllm_config, None)
+    if own in supported:
+        return own
+    fitting = [b for b in supported if compat.target_backend(vllm_config, b) == b]
+    if not fitting:
+        raise ValueError(
+            f"method ddtree does not support target {vllm_config.model_config.model!r} on this "
+            f"device: it has {what}, for which vLLM has {own or 'no backend'} here, and not "
+            f"{one_of(supported)}; use method dflash"
         )
-    attention.backend = AttentionBackendEnum[chosen]
+    logger.warning(
+        "ddtree: trees cannot be verified on vLLM's choice %s; using --attention-backend=%s",
+        own,
+        fitting[0],
+    )
+    vllm_config.attention_config.backend = AttentionBackendEnum[fitting[0]]
+    return fitting[0]
 
 
 def _plan_graphs(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) -> None:

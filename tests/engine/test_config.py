@@ -423,14 +423,55 @@ def test_the_backend_of_a_latent_target(
         assert part in message
 
 
-def test_this_platform_has_no_backend_for_trees_in_latents() -> None:
+@pytest.mark.parametrize(
+    ("platform", "chosen"),
+    [
+        (["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"], None),  # Hopper: vLLM's own, by layer
+        (["FLASHINFER", "FLASH_ATTN", "TRITON_ATTN"], "FLASH_ATTN"),  # Blackwell
+        (["FLASHINFER", "TRITON_ATTN"], "TRITON_ATTN"),
+        (["FLEX_ATTENTION"], ["FLEX_ATTENTION", "not FLASH_ATTN", "use method dflash"]),
+    ],
+)
+def test_the_backend_of_other_targets(
+    monkeypatch: pytest.MonkeyPatch, platform: list[str], chosen: str | list[str] | None
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention import selector
+
+    from vllm_ddtree.checks import check_engine_config
+
+    args, config = EngineArgs(model=str(TARGET)), build()
+    attention = config.attention_config
+
+    def get_attn_backend(*args: Any, use_mla: bool, **kwargs: Any) -> Named:
+        assert not use_mla
+        backend = attention.backend.name if attention.backend else platform[0]
+        if backend not in platform:
+            raise ValueError("not valid")
+        return Named(backend)
+
+    monkeypatch.setattr(selector, "get_attn_backend", get_attn_backend)
+    assert attention.backend is None
+    if isinstance(chosen, list):
+        message = refusal(lambda: check_engine_config(args, config))
+        assert all(part in message for part in chosen)
+        return
+    check_engine_config(args, config)
+    assert (attention.backend.name if attention.backend else None) == chosen
+
+
+def test_this_platform_has_no_backend_for_trees_in_latents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """vLLM's own selector: the CPU's answer, whatever is asked for, is its own backend."""
     from vllm_ddtree import compat
 
     config = build()
     before = config.attention_config.backend
+    assert compat.target_backend(config, None) == "CPU_ATTN"
+    monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda _: True))
     for asked in (None, "FLASH_ATTN_MLA", "TRITON_MLA"):
-        assert compat.mla_backend(config, asked) in ("CPU_MLA", "AMX_MLA")
+        assert compat.target_backend(config, asked) in ("CPU_MLA", "AMX_MLA")
     assert config.attention_config.backend is before
 
 

@@ -16,7 +16,7 @@ Every replacement calls the original for a configuration that is not DDTree's. v
 imported where they are used, none when this package is.
 """
 
-from vllm_ddtree.compat.attention import mla_backend, plans_ahead, reserve_mla_workspace
+from vllm_ddtree.compat.attention import plans_ahead, reserve_mla_workspace, target_backend
 from vllm_ddtree.compat.drafter import aux_layers, mask_token_id
 from vllm_ddtree.compat.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.compat.engine_args import hook_engine_args
@@ -45,7 +45,6 @@ __all__ = [
     "hook_runner",
     "hook_sleep",
     "mask_token_id",
-    "mla_backend",
     "model_runner_output",
     "new_spec_decoding_stats",
     "plans_ahead",
@@ -53,5 +52,6 @@ __all__ = [
     "request_chunks",
     "reserve_mla_workspace",
     "stop_with_error",
+    "target_backend",
     "vllm_version",
 ]

@@ -13,8 +13,8 @@ def reserve_mla_workspace(
     triton_mla._reserve_attn_logits_workspace(vllm_config, max_rows, num_heads, kv_lora_rank)
 
 
-def mla_backend(vllm_config: Any, asked: str | None) -> str | None:
-    """The attention backend that vLLM gives a target with multi-head latent attention.
+def target_backend(vllm_config: Any, asked: str | None) -> str | None:
+    """The attention backend that vLLM gives a target, its layers' own traits aside.
 
     Args:
         vllm_config: the engine's; its own backend is not read.
@@ -33,12 +33,12 @@ def mla_backend(vllm_config: Any, asked: str | None) -> str | None:
     attention.backend = AttentionBackendEnum[asked] if asked else None
     try:
         with set_current_vllm_config(vllm_config):
-            # As vLLM's MLAAttention asks (model_executor/layers/attention/mla_attention.py).
+            # As vLLM's layers ask (model_executor/layers/attention/: attention, mla_attention).
             backend: Any = get_attn_backend(
                 model.get_head_size(),
                 model.dtype,
                 vllm_config.cache_config.cache_dtype,
-                use_mla=True,
+                use_mla=model.use_mla,
                 num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
             )
     except ValueError:
