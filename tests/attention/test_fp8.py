@@ -15,13 +15,11 @@ from vllm.v1.attention.backends import fa_utils
 from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
 from vllm_ddtree.attention.latent import Tail
 from vllm_ddtree.attention.latent_prefix import check_dtypes as check_latent_dtypes
-from vllm_ddtree.attention.metadata import TreeMetadata
 from vllm_ddtree.attention.prefix import prefix_attention
 from vllm_ddtree.attention.reference import (
     gather_cache,
     latent_attention_reference,
     masked_attention,
-    tree_attention_reference,
 )
 from vllm_ddtree.attention.scales import Scales, scales_of
 from vllm_ddtree.attention.tail import tail_attention
@@ -30,7 +28,14 @@ from vllm_ddtree.attention.triton_mla import TreeTritonMLAImpl
 from vllm_ddtree.attention.variant import Variant
 
 from .fp8_cases import FP8, PER_HEAD, PER_TENSOR, layer_of, quantise, round_to_fp8
-from .tree_cases import Batch, chunk, make_batch, tree
+from .tree_cases import (
+    Batch,
+    backend_metadata,
+    chunk,
+    make_batch,
+    reference_output,
+    tree,
+)
 
 UNTOUCHED = 77.0
 PLAIN = Variant()
@@ -47,20 +52,7 @@ def expected_output(
     exact: Batch, variant: Variant = PLAIN, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """float64 output for tree rows, UNTOUCHED elsewhere."""
-    out = tree_attention_reference(
-        exact.query,
-        exact.k_cache,
-        exact.v_cache,
-        exact.block_table,
-        exact.query_start_loc,
-        exact.seq_lens,
-        exact.tail_lens,
-        exact.row_masks,
-        exact.scale,
-        variant.window,
-        variant.soft_cap,
-        sinks,
-    )
+    out = reference_output(exact, variant.window, variant.soft_cap, sinks)
     out[~exact.tree_rows] = UNTOUCHED
     return out
 
@@ -150,28 +142,6 @@ def test_every_fp8_number() -> None:
     torch.testing.assert_close(out, codes.view(FP8).float() * PER_TENSOR[2].to(out.device))
 
 
-def metadata_of(batch: Batch, has_plain_rows: bool) -> Any:
-    return SimpleNamespace(
-        tree=TreeMetadata(
-            masks=batch.row_masks,
-            positions=batch.positions,
-            tail_lens=batch.tail_lens,
-            prefix_lens=batch.prefix_lens,
-            max_tail=8,
-            has_plain_rows=has_plain_rows,
-            in_graph=False,
-        ),
-        num_actual_tokens=int(batch.query_start_loc[-1]),
-        query_start_loc=batch.query_start_loc,
-        block_table=batch.block_table,
-        slot_mapping=batch.slot_mapping,
-        max_query_len=8,
-        max_seq_len=int(batch.seq_lens.max()),
-        scheduler_metadata=None,
-        max_num_splits=0,
-    )
-
-
 def impl_of(kind: Any, batch: Batch, variant: Variant = PLAIN) -> Any:
     impl = kind.__new__(kind)
     impl.num_heads, impl.head_size = batch.query.shape[1:]
@@ -188,7 +158,7 @@ def forward(impl: Any, stored: Batch, scales: Scales, fresh: bool) -> torch.Tens
     cache = torch.cat([stored.k_cache.view(torch.uint8), stored.v_cache.view(torch.uint8)], dim=-1)
     key, value = (stored.key, stored.value) if fresh else (None, None)
     output = torch.full(stored.query.shape, UNTOUCHED, dtype=scales.dtype)
-    metadata = metadata_of(stored, has_plain_rows=False)
+    metadata = backend_metadata(stored, 8, has_plain_rows=False)
     impl.forward(
         layer_of(scales), stored.query, key, value, cache.transpose(1, 2), metadata, output
     )

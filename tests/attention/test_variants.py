@@ -14,12 +14,11 @@ from vllm_ddtree.attention.reference import (
     gather_cache,
     masked_attention,
     request_mask,
-    tree_attention_reference,
 )
 from vllm_ddtree.attention.tail import tail_attention
 from vllm_ddtree.attention.variant import variant_of
 
-from .tree_cases import Batch, Request, chunk, make_batch, tree
+from .tree_cases import Batch, Request, chunk, make_batch, reference_output, tree
 
 UNTOUCHED = 77.0
 MIXED = [chunk(30, 5), tree(37, 8), chunk(40, 1), tree(0, 5, before=3), tree(16, 8), tree(0, 4)]
@@ -31,20 +30,7 @@ def expected_output(
     batch: Batch, window: int, soft_cap: float = 0.0, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """float64 output for tree rows, UNTOUCHED elsewhere."""
-    out = tree_attention_reference(
-        batch.query.double(),
-        batch.k_cache.double(),
-        batch.v_cache.double(),
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.tail_lens,
-        batch.row_masks,
-        batch.scale,
-        window,
-        soft_cap,
-        sinks,
-    )
+    out = reference_output(batch, window, soft_cap, sinks)
     out[~batch.tree_rows] = UNTOUCHED
     return out
 

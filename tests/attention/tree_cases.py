@@ -6,9 +6,14 @@ Tensors are made on torch's default device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
+
+from vllm_ddtree.attention.metadata import TreeMetadata
+from vllm_ddtree.attention.reference import tree_attention_reference
 
 
 def random_tree(rng: np.random.Generator, num_rows: int, max_depth: int) -> np.ndarray:
@@ -77,6 +82,52 @@ class Batch:
     slot_mapping: torch.Tensor  # int64 [T]
     tree_rows: torch.Tensor  # bool [T]
     scale: float
+
+
+def reference_output(
+    batch: Batch, window: int = 0, soft_cap: float = 0.0, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float64 [T, Hq, Dh], right for tree rows."""
+    return tree_attention_reference(
+        batch.query.double(),
+        batch.k_cache.double(),
+        batch.v_cache.double(),
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.tail_lens,
+        batch.row_masks,
+        batch.scale,
+        window,
+        soft_cap,
+        sinks,
+    )
+
+
+def backend_metadata(
+    batch: Batch, max_tail: int, has_plain_rows: bool, in_graph: bool = False
+) -> Any:
+    """What a backend's implementation reads of a batch whose requests are `max_tail` rows or
+    fewer."""
+    return SimpleNamespace(
+        tree=TreeMetadata(
+            masks=batch.row_masks,
+            positions=batch.positions,
+            tail_lens=batch.tail_lens,
+            prefix_lens=batch.prefix_lens,
+            max_tail=max_tail,
+            has_plain_rows=has_plain_rows,
+            in_graph=in_graph,
+        ),
+        num_actual_tokens=int(batch.query_start_loc[-1]),
+        query_start_loc=batch.query_start_loc,
+        block_table=batch.block_table,
+        slot_mapping=batch.slot_mapping,
+        max_query_len=max_tail,
+        max_seq_len=int(batch.seq_lens.max()),
+        scheduler_metadata=None,
+        max_num_splits=0,
+    )
 
 
 def empty_caches(

@@ -142,3 +142,27 @@ def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
     }
     save_file(weights, drafter / "model.safetensors")
     return Pair(folder.name, target, drafter, BLOCK_SIZE)
+
+
+def qwen3_moe(folder: Path, **sizes: Any) -> Pair:
+    """vLLM's own Qwen3-MoE: a row's experts follow from the row alone; one layer without."""
+    from transformers import Qwen3MoeConfig
+
+    keys: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return random_pair(folder, Qwen3MoeConfig(vocab_size=VOCABULARY, **{**keys, **sizes}))

@@ -132,36 +132,9 @@ def gpt_oss(folder: Path) -> Pair:
     )
 
 
-def qwen3_moe(folder: Path) -> Pair:
-    """vLLM's own Qwen3-MoE: a row's experts follow from the row alone; one layer without."""
-    from transformers import Qwen3MoeConfig
-
-    return models.random_pair(
-        folder,
-        Qwen3MoeConfig(
-            vocab_size=models.VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            moe_intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            num_experts=8,
-            num_experts_per_tok=3,
-            norm_topk_prob=True,
-            mlp_only_layers=[1],
-            max_position_embeddings=1024,
-            initializer_range=0.3,
-            bos_token_id=0,
-            eos_token_id=0,
-        ),
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "budget"),
-    [(llama, 20), (gpt_oss, 5), (qwen3_moe, 20)],
+    [(llama, 20), (gpt_oss, 5), (models.qwen3_moe, 20)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_targets_of_vllm(kind: Callable[[Path], Pair], budget: int, tmp_path: Path) -> None:

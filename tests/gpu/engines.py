@@ -74,29 +74,15 @@ def spec(pair: Pair, budget: int | str) -> dict[str, Any]:
 
 
 def qwen3_moe(folder: Path) -> Pair:
-    """vLLM's own Qwen3-MoE with random weights; one layer without experts."""
-    from transformers import Qwen3MoeConfig
-
-    return models.random_pair(
+    """Qwen3-MoE in sizes that GPU kernels take."""
+    return models.qwen3_moe(
         folder,
-        Qwen3MoeConfig(
-            vocab_size=models.VOCABULARY,
-            hidden_size=256,
-            intermediate_size=256,
-            moe_intermediate_size=128,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            num_experts=8,
-            num_experts_per_tok=3,
-            norm_topk_prob=True,
-            mlp_only_layers=[1],
-            max_position_embeddings=2048,
-            initializer_range=0.15,
-            bos_token_id=0,
-            eos_token_id=0,
-        ),
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.15,
     )
 
 

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on FlashAttention's own kernel: windows, soft-caps and sinks."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.attention.tree_cases import make_batch, tree
+from tests.attention.tree_cases import backend_metadata, make_batch, reference_output, tree
 from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
-from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.reference import tree_attention_reference
 from vllm_ddtree.attention.variant import Variant
 
 REQUESTS = [tree(200, 32), tree(0, 20), tree(37, 32), tree(640, 5)]
@@ -51,26 +48,7 @@ def test_trees(window: int, soft_cap: float, with_sinks: bool, in_graph: bool) -
     impl.vllm_flash_attn_version = get_flash_attn_version(
         head_size=128, has_sinks=with_sinks, requires_softcap=bool(soft_cap)
     )
-    total = batch.query.shape[0]
-    metadata = SimpleNamespace(
-        tree=TreeMetadata(
-            masks=batch.row_masks,
-            positions=batch.positions,
-            tail_lens=batch.tail_lens,
-            prefix_lens=batch.prefix_lens,
-            max_tail=MAX_TAIL,
-            has_plain_rows=False,
-            in_graph=in_graph,
-        ),
-        num_actual_tokens=total,
-        query_start_loc=batch.query_start_loc,
-        block_table=batch.block_table,
-        slot_mapping=batch.slot_mapping,
-        max_query_len=MAX_TAIL,
-        max_seq_len=int(batch.seq_lens.max()),
-        scheduler_metadata=None,
-        max_num_splits=0,
-    )
+    metadata = backend_metadata(batch, MAX_TAIL, has_plain_rows=False, in_graph=in_graph)
     # [num_blocks, Hkv, block_size, K | V]
     cache = torch.cat([batch.k_cache, batch.v_cache], dim=-1).transpose(1, 2)
     output = torch.empty_like(batch.query)
@@ -87,20 +65,7 @@ def test_trees(window: int, soft_cap: float, with_sinks: bool, in_graph: bool) -
             forward()
         output.fill_(float("nan"))
         graph.replay()
-    expected = tree_attention_reference(
-        batch.query.double(),
-        batch.k_cache.double(),
-        batch.v_cache.double(),
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.tail_lens,
-        batch.row_masks,
-        batch.scale,
-        window,
-        soft_cap,
-        sinks,
-    )
+    expected = reference_output(batch, window, soft_cap, sinks)
     unit = torch.finfo(torch.bfloat16).eps
     largest = float(torch.nan_to_num(batch.v_cache).abs().max())
     torch.testing.assert_close(output.double(), expected, rtol=unit, atol=2 * unit * largest)

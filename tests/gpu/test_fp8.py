@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from tests.attention.fp8_cases import PER_HEAD, PER_TENSOR, layer_of, quantise, round_to_fp8
-from tests.attention.tree_cases import Batch, make_batch, tree
+from tests.attention.tree_cases import Batch, backend_metadata, make_batch, reference_output, tree
 from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
 from vllm_ddtree.attention.latent import Tail
-from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.reference import latent_attention_reference, tree_attention_reference
+from vllm_ddtree.attention.reference import latent_attention_reference
 from vllm_ddtree.attention.scales import Scales
 from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
 from vllm_ddtree.attention.triton_mla import TreeTritonMLAImpl
@@ -40,26 +39,7 @@ def forward(
     impl.num_queries_per_kv = impl.num_heads // impl.num_kv_heads
     impl.scale, impl.sinks, impl.tree_variant = stored.scale, sinks, variant
     impl.kv_cache_dtype, impl.vllm_flash_attn_version = "fp8", 3
-    total = stored.query.shape[0]
-    metadata = SimpleNamespace(
-        tree=TreeMetadata(
-            masks=stored.row_masks,
-            positions=stored.positions,
-            tail_lens=stored.tail_lens,
-            prefix_lens=stored.prefix_lens,
-            max_tail=MAX_TAIL,
-            has_plain_rows=False,
-            in_graph=in_graph,
-        ),
-        num_actual_tokens=total,
-        query_start_loc=stored.query_start_loc,
-        block_table=stored.block_table,
-        slot_mapping=stored.slot_mapping,
-        max_query_len=MAX_TAIL,
-        max_seq_len=int(stored.seq_lens.max()),
-        scheduler_metadata=None,
-        max_num_splits=0,
-    )
+    metadata = backend_metadata(stored, MAX_TAIL, has_plain_rows=False, in_graph=in_graph)
     # [num_blocks, Hkv, block_size, K | V]
     cache = torch.cat([stored.k_cache.view(torch.uint8), stored.v_cache.view(torch.uint8)], dim=-1)
     cache = cache.transpose(1, 2).contiguous()
@@ -99,20 +79,7 @@ def cases(
 
 
 def expected_output(exact: Batch, variant: Variant, sinks: Any) -> torch.Tensor:
-    return tree_attention_reference(
-        exact.query,
-        exact.k_cache,
-        exact.v_cache,
-        exact.block_table,
-        exact.query_start_loc,
-        exact.seq_lens,
-        exact.tail_lens,
-        exact.row_masks,
-        exact.scale,
-        variant.window,
-        variant.soft_cap,
-        sinks,
-    )
+    return reference_output(exact, variant.window, variant.soft_cap, sinks)
 
 
 def largest_value(exact: Batch) -> float:
