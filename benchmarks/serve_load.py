@@ -8,7 +8,9 @@ usage: python -m benchmarks.serve_load TARGET DRAFTER --engines plain chain-15 t
 An engine is `plain`, `chain-K` (method dflash, K draft tokens), `tree-B` (method ddtree, budget B),
 `tree-auto`, or a name that --specs gives a speculative_config. One engine lives at a time; it
 serves every concurrency, then everything again for the next repeat, and --cycles repeats the whole
-list of engines, so that a drifting machine shows. At concurrency N, N requests are in flight: a new
+list of engines, so that a drifting machine shows. With --together all engines live side by side
+(--gpu-memory-utilization is the share of each) and take turns: at each concurrency one after the
+other, while the others wait. At concurrency N, N requests are in flight: a new
 one is submitted as soon as one is answered. Greedy, exactly --max-tokens tokens each, no prefix
 caching. The same prompts go to every engine, others to every repeat. A short run at the same
 concurrency goes before each measured one. With --sampling everything runs a second time, sampled,
@@ -27,10 +29,12 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
+from benchmarks.engine_process import EngineProcess
 from benchmarks.prompts import dataset_prompts, file_prompts, python_prompts
 
 if TYPE_CHECKING:
@@ -182,64 +186,108 @@ def machine() -> dict[str, Any]:
     return {"gpu": gpu, "vllm": vllm.__version__, "torch": torch.__version__}
 
 
-def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
-    """Measures every engine, cycle by cycle, into `out`."""
+def describe(llm: LLM) -> dict[str, Any]:
+    """What a report says of an engine."""
+    config = llm.llm_engine.vllm_config
+    compilation = config.compilation_config
+    return {
+        "graphs": str(compilation.cudagraph_mode).rsplit(".", 1)[-1],
+        "largest graph": max(compilation.cudagraph_capture_sizes or [0]),
+        "async": config.scheduler_config.async_scheduling,
+    }
+
+
+def engine_process(args: argparse.Namespace, name: str) -> EngineProcess:
+    """The process of an engine that is not open yet."""
     from vllm_ddtree.testing.engine import open_engine
 
+    spec, rows = speculation(name, args.drafter, args.specs)
+    return EngineProcess(open_engine, args.target, spec, **llm_arguments(args, name, rows))
+
+
+def start(engine: EngineProcess, name: str, out: dict[str, Any]) -> None:
+    began = time.perf_counter()
+    engine.open()
+    seconds = round(time.perf_counter() - began, 1)
+    out["engines"][name] = {**engine.call(describe), "start s": seconds}
+    print(name, out["engines"][name], flush=True)
+
+
+def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
+    """Measures every engine into `out`: cycle by cycle, or turn by turn if they live together."""
     prompts = read_prompts(args)
     began = time.perf_counter()
 
-    def time_is_up() -> bool:
-        return bool(args.time_limit) and time.perf_counter() - began > args.time_limit
+    def time_is_up(what: str) -> bool:
+        up = bool(args.time_limit) and time.perf_counter() - began > args.time_limit
+        if up:
+            print(f"time is up: {what} left out", flush=True)
+        return up
 
-    for cycle, name in itertools.product(range(args.cycles), args.engines):
-        if time_is_up():
-            print(f"time is up: {name} left out in cycle {cycle}", flush=True)
-            continue
-        spec, rows = speculation(name, args.drafter, args.specs)
-        started = time.perf_counter()
-        with open_engine(args.target, spec, **llm_arguments(args, name, rows)) as llm:
-            config = llm.llm_engine.vllm_config
-            compilation = config.compilation_config
-            out["engines"][name] = {
-                "graphs": str(compilation.cudagraph_mode).rsplit(".", 1)[-1],
-                "largest graph": max(compilation.cudagraph_capture_sizes or [0]),
-                "async": config.scheduler_config.async_scheduling,
-                "start s": round(time.perf_counter() - started, 1),
-            }
-            print(name, out["engines"][name], flush=True)
-            runs = [(name, None, n) for n in args.concurrency]
-            if args.sampling:
-                counts = args.sampling_concurrency or args.concurrency
-                runs += [(f"{name} sampled", args.sampling, n) for n in counts]
-            for repeat, (label, sampling, n) in itertools.product(range(args.repeats), runs):
-                if time_is_up():
-                    print(f"time is up: {name} cut at repeat {repeat}, concurrency {n}", flush=True)
-                    break
-                chosen = prompts[cycle * args.repeats + repeat][: num_requests(n, args)]
-                drive(llm, chosen[-n:], WARM_UP_TOKENS, n, label, sampling)
-                run = drive(llm, chosen, args.max_tokens, n, label, sampling)
+    loads = [("", None, n) for n in args.concurrency]
+    if args.sampling:
+        counts = args.sampling_concurrency or args.concurrency
+        loads += [(" sampled", args.sampling, n) for n in counts]
+
+    def serve(engines: dict[str, EngineProcess], cycle: int) -> None:
+        for repeat, (kind, sampling, n) in itertools.product(range(args.repeats), loads):
+            chosen = prompts[cycle * args.repeats + repeat][: num_requests(n, args)]
+            turns = list(engines)
+            first = repeat % len(turns)  # nobody is always the first
+            for name in turns[first:] + turns[:first]:
+                label = name + kind
+                if time_is_up(f"{label}, repeat {repeat}, concurrency {n}"):
+                    continue
+                call = engines[name].call
+                call(drive, chosen[-n:], WARM_UP_TOKENS, n, label, sampling)
+                run = call(drive, chosen, args.max_tokens, n, label, sampling)
                 out["runs"].append({**run, "cycle": cycle, "repeat": repeat})
                 print_run(run)
                 report.write(out, args.out)
-            if args.profile and cycle == args.cycles - 1 and not time_is_up():
-                write_profiles(llm, name, prompts[0], args)
-        report.write(out, args.out, plots=True)
+        if args.profile and cycle == args.cycles - 1:
+            for name, engine in engines.items():
+                if not time_is_up(f"profile of {name}"):
+                    write_profiles(engine, name, prompts[0], args)
+
+    for cycle in range(args.cycles):
+        if args.together:
+            with ExitStack() as stack:
+                engines = {
+                    name: stack.enter_context(engine_process(args, name)) for name in args.engines
+                }
+                for name, engine in engines.items():  # alone: it measures memory, and time
+                    start(engine, name, out)
+                serve(engines, cycle)
+        else:
+            for name in args.engines:
+                if not time_is_up(f"{name}, cycle {cycle}"):
+                    with engine_process(args, name) as engine:
+                        start(engine, name, out)
+                        serve({name: engine}, cycle)
+    report.write(out, args.out, plots=True)
 
 
-def write_profiles(llm: LLM, name: str, prompts: list[list[int]], args: argparse.Namespace) -> None:
+def write_profiles(
+    engine: EngineProcess, name: str, prompts: list[list[int]], args: argparse.Namespace
+) -> None:
     """profile-ENGINE.json: rounds of the engine kernel by kernel, at each --profile."""
-    from benchmarks.rounds import profile_rounds
-
-    profiles = []
-    # Decoding alone, as long as the model's length allows; then with prefills in between.
-    longest = llm.llm_engine.model_config.max_model_len - max(map(len, prompts)) - 1
-    for n, max_tokens in itertools.product(args.profile, (longest, 96)):
-        found = profile_rounds(llm, prompts, n, 0.25, max_tokens)
-        profiles.append(found)
+    profiles = engine.call(profiles_of, prompts, args.profile)
+    for found in profiles:
         short = {k: v for k, v in found.items() if k not in ("kernels", "gaps")}
         print(name, short, flush=True)
     (args.out / f"profile-{name}.json").write_text(json.dumps(profiles, indent=1))
+
+
+def profiles_of(llm: LLM, prompts: list[list[int]], counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Profiles of so many requests each."""
+    from benchmarks.rounds import profile_rounds
+
+    # Decoding alone, as long as the model's length allows; then with prefills in between.
+    longest = llm.llm_engine.model_config.max_model_len - max(map(len, prompts)) - 1
+    return [
+        profile_rounds(llm, prompts, n, 0.25, max_tokens)
+        for n, max_tokens in itertools.product(counts, (longest, 96))
+    ]
 
 
 def load_server(args: argparse.Namespace, out: dict[str, Any]) -> None:
@@ -268,6 +316,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     add("--repeats", type=int, default=3)
     add("--cycles", type=int, default=1, help="times the whole list of engines runs")
+    add("--together", action="store_true", help="all engines live side by side and take turns")
     add("--max-tokens", type=int, default=192)
     add("--prompt-tokens", type=int, default=128)
     add("--prompts", type=Path, help='JSON Lines of {"prompt": ...} instead of Python files')
@@ -304,8 +353,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 parser.error(f"engine {name} needs DRAFTER")
     if args.profile and max(args.profile) > num_requests(max(args.concurrency), args):
         parser.error("--profile needs as many prompts as a run of the largest --concurrency has")
-    if args.server and args.cycles != 1:
-        parser.error("--cycles is for engines")
+    if args.server and (args.cycles != 1 or args.together):
+        parser.error("--cycles and --together are for engines")
     return args
 
 

@@ -333,8 +333,10 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.target)
     config = json.loads(Path(args.target, "config.json").read_text())
+    windows = python_prompts(tokenizer, args.windows, args.max_model_len)
     requests = Requests(
-        python_prompts(tokenizer, args.windows, args.max_model_len),
+        # vLLM's text of an answer repeats a prompt that ends inside a character.
+        [window for window in windows if tokenizer.decode(window).isascii()],
         lambda text: tokenizer.encode(text, add_special_tokens=False),
         args.max_model_len,
         config["vocab_size"],

@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+LARGEST_GAP = 64.0
+"""Logits; what needs more than that counts as infinitely far."""
+
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Index of the first token that differs; None: one is the other, or its beginning."""
@@ -104,22 +107,44 @@ def gap(
 
 
 def _limit_gap(logits: np.ndarray, params: dict[str, Any], token: int) -> float:
-    """How far a token is from leaving, or entering, what top_k and top_p keep."""
+    """How far logits must move apart for a token to leave, or enter, what top_k and top_p keep.
+
+    Each logit moves by half of it, up or down, as helps most.
+    """
+    if not (0 < params.get("top_k", 0) < len(logits) or params.get("top_p", 1.0) < 1):
+        return math.inf
+
+    def leaves(gap: float) -> bool:
+        # Whatever can comes before the token, and gains.
+        moved = logits + np.where(logits > logits[token] - gap, gap / 2, -gap / 2)
+        moved[token] = logits[token] - gap / 2
+        return not _kept(moved, params, token)
+
+    def enters(gap: float) -> bool:
+        # What must stay before the token loses, the rest gains as much as leaves it behind.
+        own = logits[token] + gap / 2
+        behind = np.minimum(logits + gap / 2, np.nextafter(own, -math.inf))
+        moved = np.where(logits > logits[token] + gap, logits - gap / 2, behind)
+        moved[token] = own
+        return _kept(moved, params, token)
+
+    changes = leaves if _kept(logits, params, token) else enters
+    low, high = 0.0, LARGEST_GAP
+    if not changes(high):
+        return math.inf
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (low, middle) if changes(middle) else (middle, high)
+    return high
+
+
+def _kept(logits: np.ndarray, params: dict[str, Any], token: int) -> bool:
+    """Whether top_k and top_p keep a token: those before it have less than top_p."""
     order = np.argsort(-logits, kind="stable")
-    place = int(np.flatnonzero(order == token)[0])
-    top_k, gaps = params.get("top_k", 0), [math.inf]
-    if 0 < top_k < len(logits):
-        # The first one outside for a token inside, the last one inside for one outside.
-        edge = order[top_k] if place < top_k else order[top_k - 1]
-        gaps.append(abs(logits[token] - logits[edge]))
-        kept = order[:top_k]
-    else:
-        kept = order
-    if params.get("top_p", 1.0) < 1 and 0 < place < len(kept):
-        # Kept if the better ones have less than top_p. Logits that move by d / 2 each move the
-        # log-odds of that mass by d / temperature at most.
-        scaled = logits[kept] / params["temperature"]
-        better, rest = np.logaddexp.reduce(scaled[:place]), np.logaddexp.reduce(scaled[place:])
-        odds = math.log(params["top_p"] / (1 - params["top_p"]))
-        gaps.append(abs(better - rest - odds) * params["temperature"])
-    return min(gaps)
+    kept = order[: params.get("top_k") or None]
+    place = np.flatnonzero(kept == token)
+    if not len(place):
+        return False
+    scaled = logits[kept] / params["temperature"]
+    mass = np.exp(scaled - scaled[0])
+    return bool(mass[: place[0]].sum() < params.get("top_p", 1.0) * mass.sum())

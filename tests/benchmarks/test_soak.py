@@ -249,8 +249,15 @@ def test_gaps() -> None:
     )
     near = {"temperature": 1.0, "top_p": 0.5 - 1e-3}
     assert soak_judge.gap(logits, near, 1, 0, noise=9.0) == pytest.approx(4e-3, rel=0.01)
-    far = {"temperature": 1.0, "top_p": 0.1}
-    assert soak_judge.gap(logits, far, 1, 0, noise=9.0) > 2
+    # Or enters by overtaking the better one, or leaves when another overtakes it.
+    alone = {"temperature": 1.0, "top_p": 0.1}
+    assert soak_judge.gap(logits, alone, 1, 0, noise=9.0) == pytest.approx(math.log(0.5 / 0.3))
+    far = {"temperature": 1.0, "top_p": 0.75}
+    two_others = math.log(3 * (0.5 + 0.05) / (0.3 + 0.15))  # then have 0.75 before it
+    assert soak_judge.gap(logits, far, 0, 3, noise=9.0) == pytest.approx(two_others)
+    close = np.array([15.166, 15.012, 14.959, 13.407, 12.271])
+    half = {"temperature": 1.0, "top_p": 0.5}
+    assert soak_judge.gap(close, half, 1, 0, noise=1.7) == pytest.approx(0.053, abs=1e-4)
 
 
 def test_noise_is_vllms() -> None:

@@ -76,13 +76,9 @@ def varied_pair(
 
 
 def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
-    """A target of this Transformers configuration and a drafter that fits it.
-
-    The vocabulary must be `VOCABULARY`; no tokenizer is written.
-    """
+    """A target of this Transformers configuration and a drafter that fits it; no tokenizer."""
     from transformers import AutoModelForCausalLM
 
-    assert config.vocab_size == VOCABULARY
     torch.manual_seed(seed)
     target, drafter = folder / "target", folder / "drafter"
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
@@ -108,7 +104,7 @@ def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
                 "rope_theta": 10000.0,
                 "tie_word_embeddings": False,
                 "torch_dtype": "float32",
-                "vocab_size": VOCABULARY,
+                "vocab_size": config.vocab_size,
                 "block_size": BLOCK_SIZE,
                 "num_target_layers": num_layers,
                 "layer_types": ["full_attention"] * DRAFT_LAYERS,

@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.exactness import first_difference, read_prompts
 from tests.conftest import Pair
-from tests.engine import models
 from tests.gpu import test_latent_engine as latent
 from vllm_ddtree.testing.engine import Result, generate, open_engine
 
@@ -124,7 +123,7 @@ def test_fp8_cache(backend: str, small_pair: Pair) -> None:
 def test_fp8_cache_of_latents(tmp_path: Path) -> None:
     pair = latent.deepseek_v2(tmp_path)
     lens = (300, 3, 33, 16, 1, 120, 64, 7, 40, 9)
-    prompts = [[(7 * i * i + i * n) % models.VOCABULARY for i in range(n)] for n in lens]
+    prompts = [[(7 * i * i + i * n) % latent.VOCABULARY for i in range(n)] for n in lens]
     engine = {**latent.ENGINE, "kv_cache_dtype": "fp8"}
     result = run_ddtree(pair, 15, prompts, 32, torch.uint8, **engine)
     # Random weights: nearly equal choices are common.
