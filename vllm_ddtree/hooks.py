@@ -55,8 +55,10 @@ def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: 
 
 
 def _core_ready(engine_core: Any) -> None:
+    from vllm_ddtree import prompt_logprobs
     from vllm_ddtree.metrics import scheduler
 
+    prompt_logprobs.attach(engine_core.scheduler)
     scheduler.attach(engine_core)
     if engine_core.vllm_config.speculative_config.auto_budget:
         from vllm_ddtree.budget import auto, cost

@@ -222,11 +222,30 @@ def test_beams_and_one_slot(nano_pair: Pair) -> None:
         assert a == pytest.approx(b, abs=1e-3)
 
 
+def prompt_of_one_token(llm: LLM) -> list[Any]:
+    """Prompt logprobs (no token precedes the first) and tokens of a request that comes beside a
+    running one, whose rows vLLM gives it, too.
+    """
+    engine = llm.llm_engine
+    engine.add_request("running", PROMPTS[0], greedy(40))
+    for _ in range(2):
+        engine.step()
+    engine.add_request("late", PROMPTS[1], greedy(6, prompt_logprobs=2))
+    beside, found = False, []
+    while engine.has_unfinished_requests():
+        outputs = {output.request_id: output for output in engine.step()}
+        beside |= outputs.keys() == {"running", "late"}
+        if "late" in outputs:
+            found = [outputs["late"].prompt_logprobs, list(outputs["late"].outputs[0].token_ids)]
+    assert beside
+    return found
+
+
 def test_a_drafter_of_shorter_length(nano_pair: Pair) -> None:
     """`max_model_len` of the drafter below the target's: the text goes on beyond it.
 
     In the same engine: raw logits instead of logprobs, scores of given tokens at every row of a
-    prompt, and a grammar of outlines.
+    prompt, a grammar of outlines, and a late prompt of one token.
     """
     from transformers import AutoTokenizer
 
@@ -243,10 +262,15 @@ def test_a_drafter_of_shorter_length(nano_pair: Pair) -> None:
         greedy(6, prompt_logprob_token_ids=given),
         greedy(12, **structured(regex=r"[a-c]{4}=[0-9]{3}"), **SEEDED),
     ]
-    expected = run_engine(nano_pair.target, None, prompts, params, **keys)
-    spec = ddtree(nano_pair, 9, max_model_len=108)  # the first prompt has 101 tokens
-    got = run_engine(nano_pair.target, spec, prompts, params, **keys)
+
+    def run(spec: dict[str, Any] | None) -> tuple[Result, list[Any]]:
+        with open_engine(nano_pair.target, spec, **keys) as llm:
+            return generate(llm, prompts, params), prompt_of_one_token(llm)
+
+    expected, late = run(None)
+    got, late_got = run(ddtree(nano_pair, 9, max_model_len=108))  # the first prompt has 101 tokens
     assert got.token_ids == expected.token_ids
+    assert late_got == late and late[0] == [None]
     same_logprobs(expected.outputs[:2], got.outputs[:2])
     assert (
         max(v for entry in values(got.outputs[0].outputs[0].logprobs) for v in entry.values()) > 0

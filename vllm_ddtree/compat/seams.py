@@ -24,7 +24,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.output": (
         "SchedulerOutput: make_empty num_scheduled_tokens total_num_scheduled_tokens",
         "SchedulerOutput: scheduled_spec_decode_tokens num_invalid_spec_tokens",
-        "SchedulerOutput: num_spec_tokens_to_schedule",
+        "SchedulerOutput: num_spec_tokens_to_schedule scheduled_new_reqs",
+        "NewRequestData: req_id",
     ),
     "vllm.v1.core.kv_cache_manager": ("KVCacheManager: get_block_ids evict_blocks",),
     "vllm.v1.request": (
@@ -33,7 +34,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "Request: num_output_tokens is_finished request_id",
     ),
     "vllm.v1.engine": ("EngineCoreOutput", "EngineCoreOutputs: outputs"),
-    "vllm.v1.outputs": ("ModelRunnerOutput: req_id_to_index",),
+    "vllm.v1.outputs": ("ModelRunnerOutput: req_id_to_index prompt_logprobs_dict",),
     "vllm.outputs": ("RequestError: message",),
     # Metrics.
     "vllm.v1.spec_decode.metrics": (
