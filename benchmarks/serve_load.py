@@ -29,6 +29,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,9 +214,25 @@ def start(engine: EngineProcess, name: str, out: dict[str, Any]) -> None:
     print(name, out["engines"][name], flush=True)
 
 
+def start_all(
+    engines: dict[str, EngineProcess], args: argparse.Namespace, out: dict[str, Any]
+) -> None:
+    """One by one, as an engine measures its memory. At once if it is told how much to take, but for
+    those that measure their rounds."""
+    if "kv_cache_memory_bytes" not in args.llm:
+        rounds = [[name] for name in engines]
+    else:
+        timed = [name for name in engines if name.endswith("auto") or name in args.specs]
+        rounds = [[name] for name in timed] + [[n for n in engines if n not in timed]]
+    for names in rounds:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda name: start(engines[name], name, out), names))
+
+
 def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
     """Measures every engine into `out`: cycle by cycle, or turn by turn if they live together."""
     prompts = read_prompts(args)
+    args.out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
 
     def time_is_up(what: str) -> bool:
@@ -254,8 +271,7 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
                 engines = {
                     name: stack.enter_context(engine_process(args, name)) for name in args.engines
                 }
-                for name, engine in engines.items():  # alone: it measures memory, and time
-                    start(engine, name, out)
+                start_all(engines, args, out)
                 serve(engines, cycle)
         else:
             for name in args.engines:

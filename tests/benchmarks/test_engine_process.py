@@ -69,6 +69,9 @@ class Recorded:
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         if function is serve_load.describe:
             return {}
+        if function is serve_load.profiles_of:
+            self.log.append(("profile", self.name, *args[1]))
+            return [{"rounds": 7}]
         assert function is serve_load.drive
         prompts, tokens, n, label, _ = args
         if tokens == serve_load.WARM_UP_TOKENS:
@@ -85,11 +88,14 @@ def test_turns(together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         serve_load, "read_prompts", lambda args: [[[r]] * 9 for r in range(args.repeats)]
     )
     argv = ["t", "d", "--engines", "plain", "tree-7", "--concurrency", "1", "4", "--repeats", "2"]
-    args = serve_load.parse([*argv, "--out", str(tmp_path), *["--together"] * together])
+    out = tmp_path / "new" / "folder"
+    argv += ["--profile", "1", "--out", str(out), *["--together"] * together]
+    args = serve_load.parse(argv)
     serve_load.load_engines(args, {"info": {}, "engines": {}, "runs": []})
     runs = [("plain", "tree-7"), ("tree-7", "plain")]
     if together:
         expected: list[Any] = [("open", "plain"), ("open", "tree-7")]
+        expected += [("profile", "plain", 1), ("profile", "tree-7", 1)]
         expected += [
             (name, n, [repeat]) for repeat in (0, 1) for n in (1, 4) for name in runs[repeat]
         ]
@@ -97,8 +103,23 @@ def test_turns(together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     else:
         expected = []
         for name in runs[0]:
-            expected += [("open", name)]
+            expected += [("open", name), ("profile", name, 1)]
             expected += [(name, n, [repeat]) for repeat in (0, 1) for n in (1, 4)]
             expected += [("closed", name)]
     assert log == expected
-    assert len(json.loads((tmp_path / "load.json").read_text())["runs"]) == 8
+    assert len(json.loads((out / "load.json").read_text())["runs"]) == 8
+    assert json.loads((out / "profile-tree-7.json").read_text()) == [{"rounds": 7}]
+
+
+def test_the_order_of_starts(tmp_path: Path) -> None:
+    def opened(*more: str) -> list[str]:
+        log: list[Any] = []
+        argv = ["t", "d", "--engines", "plain", "tree-auto", "chain-7", "--out", str(tmp_path)]
+        args = serve_load.parse([*argv, *more])
+        engines: Any = {name: Recorded(name, log) for name in args.engines}
+        serve_load.start_all(engines, args, {"engines": {}})
+        return [name for _, name in log]
+
+    assert opened() == ["plain", "tree-auto", "chain-7"]
+    at_once = opened("--llm", '{"kv_cache_memory_bytes": 1}')
+    assert at_once[0] == "tree-auto" and {*at_once[1:]} == {"plain", "chain-7"}
