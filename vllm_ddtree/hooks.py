@@ -55,19 +55,19 @@ def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: 
 
 
 def _core_ready(engine_core: Any) -> None:
-    from vllm_ddtree import prompt_logprobs
-    from vllm_ddtree.metrics import scheduler
+    from vllm_ddtree.budget import auto, cost
+    from vllm_ddtree.invariants import stop
+    from vllm_ddtree.metrics import scheduler as metrics
+    from vllm_ddtree.prompt_logprobs import drop_padded
 
-    prompt_logprobs.attach(engine_core.scheduler)
-    scheduler.attach(engine_core)
-    if engine_core.vllm_config.speculative_config.auto_budget:
-        from vllm_ddtree.budget import auto, cost
-
-        auto.attach(engine_core, engine_core.model_executor.collective_rpc(cost.measure)[0])
+    observers: list[compat.Observer | None] = []
     if _checks():
-        from vllm_ddtree.invariants import stop
-
-        stop.attach(engine_core.scheduler)
+        observers.append(stop.observer(engine_core.scheduler))
+    if engine_core.vllm_config.speculative_config.auto_budget:
+        costs = engine_core.model_executor.collective_rpc(cost.measure)[0]
+        observers.append(auto.attach(engine_core, costs))
+    observers += [metrics.attach(engine_core), drop_padded]
+    compat.observe_steps(engine_core.scheduler, filter(None, observers))
 
 
 def _checks() -> bool:

@@ -9,19 +9,8 @@ for the prompt's (v1/worker/gpu/sample/prompt_logprob.py).
 from typing import Any
 
 
-def attach(scheduler: Any) -> None:
-    """Let a scheduler answer such a request as it does without speculation."""
-    update = scheduler.update_from_output
-
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-        drop_padded(scheduler_output, model_runner_output)
-        return update(scheduler_output, model_runner_output)
-
-    scheduler.update_from_output = update_from_output
-
-
 def drop_padded(scheduler_output: Any, model_runner_output: Any) -> None:
-    """Drop what was computed for new requests with draft rows.
+    """Drop what a step has computed for new requests with draft rows.
 
     Of such a prompt only the last token was computed, which no token of the prompt follows.
     """

@@ -12,6 +12,7 @@ from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
 from vllm_ddtree.budget.cost import Costs, measurable
 from vllm_ddtree.budget.meter import read_meter
+from vllm_ddtree.compat import observe_steps
 from vllm_ddtree.graphs.forms import asks_for_chains
 
 
@@ -287,7 +288,9 @@ def test_attach_passes_outputs_on() -> None:
             speculative_config=SimpleNamespace(depth=15),
         ),
     )
-    attach(core, machine(knee=160))
+    observer = attach(core, machine(knee=160))
+    assert observer is not None
+    observe_steps(scheduler, [observer])
     assert isinstance(scheduler.dynamic_sd_lookup, AutoBudget)
     assert scheduler.schedule() is step
     assert scheduler.update_from_output(step, "model output") == "outputs"
@@ -298,5 +301,5 @@ def test_attach_without_graphs_leaves_the_schedule() -> None:
     scheduler = SimpleNamespace(dynamic_sd_lookup=[0, 31])
     spec = SimpleNamespace(num_speculative_tokens_per_batch_size=[(1, 1, 31)])
     config = SimpleNamespace(speculative_config=spec)
-    attach(SimpleNamespace(scheduler=scheduler, vllm_config=config), Costs())
+    assert attach(SimpleNamespace(scheduler=scheduler, vllm_config=config), Costs()) is None
     assert scheduler.dynamic_sd_lookup == [0, 31]

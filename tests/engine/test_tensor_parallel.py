@@ -21,6 +21,7 @@ from tests.engine.ranks import check_heads, gathered, record, rounds, watch_gath
 from vllm_ddtree.budget import auto
 from vllm_ddtree.budget.cost import Costs
 from vllm_ddtree.budget.meter import read_meter
+from vllm_ddtree.compat import observe_steps
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -138,7 +139,9 @@ def test_the_scheduler_reads_the_meter(ranks: LLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(scheduler, "dynamic_sd_lookup", scheduler.dynamic_sd_lookup)
     # Up to three nodes cost nothing, more cost much.
     costs = Costs({(n + 1, 4): 5.0 if n <= 3 else 50.0 for n in auto.TIERS})
-    auto.attach(core, costs)
+    observer = auto.attach(core, costs)
+    assert observer is not None
+    observe_steps(scheduler, [observer])
     chosen = scheduler.dynamic_sd_lookup
     result = generate(ranks, *batch())
     assert result.token_ids == one_rank(False).token_ids

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_ddtree import compat
 from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.cost import Costs
 from vllm_ddtree.budget.meter import Counts, read_meter
@@ -190,8 +191,10 @@ def _round_of(scheduler_output: Any) -> tuple[int, int, bool] | None:
     return rows - 1, len(lengths), asks_for_chains(scheduler_output)
 
 
-def attach(engine_core: Any, costs: Costs) -> None:
+def attach(engine_core: Any, costs: Costs) -> compat.Observer | None:
     """Let a scheduler choose its budgets, and say what was measured.
+
+    What is returned lets the choice follow the steps.
 
     Args:
         engine_core: vLLM's EngineCore, ready to serve.
@@ -205,22 +208,17 @@ def attach(engine_core: Any, costs: Costs) -> None:
             "ddtree: no CUDA graphs to measure; budget=auto keeps %s (first, last request, nodes)",
             spec.num_speculative_tokens_per_batch_size,
         )
-        return
+        return None
     auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.depth)
     watch = Watch(auto, engine_core.model_executor)
-    schedule, update = scheduler.schedule, scheduler.update_from_output
+    schedule = scheduler.schedule
 
     def schedule_forms(*args: Any, **kwargs: Any) -> Any:
         scheduler_output = schedule(*args, **kwargs)
         watch.scheduled(scheduler_output)
         return scheduler_output
 
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-        watch.step(scheduler_output, time.perf_counter())
-        return update(scheduler_output, model_runner_output)
-
     scheduler.schedule = schedule_forms
-    scheduler.update_from_output = update_from_output
     scheduler.dynamic_sd_lookup = auto
     chain = chain_budget(spec.depth)
     for num_reqs in (1, 8, 32, 128):
@@ -230,3 +228,4 @@ def attach(engine_core: Any, costs: Costs) -> None:
         words = ", ".join(f"{budget} {ms:.2f}" for budget, ms in times if ms is not None)
         logger.info("ddtree: %d requests, ms a round by budget: %s", num_reqs, words or "no graph")
     logger.info("ddtree: budget=auto starts with %s (first, last request, nodes)", auto.ranges())
+    return lambda scheduler_output, _: watch.step(scheduler_output, time.perf_counter())

@@ -25,10 +25,12 @@ from vllm_ddtree.compat.metrics import hook_metrics, hook_outputs, new_spec_deco
 from vllm_ddtree.compat.runner import hook_checks, hook_runner
 from vllm_ddtree.compat.sampler import request_chunks
 from vllm_ddtree.compat.sleep import hook_sleep
+from vllm_ddtree.compat.steps import Observer, observe_steps
 from vllm_ddtree.compat.stop import add_error_output, model_runner_output, stop_with_error
 from vllm_ddtree.compat.verify import SeamError, check, vllm_version
 
 __all__ = [
+    "Observer",
     "SeamError",
     "add_error_output",
     "aux_layers",
@@ -47,6 +49,7 @@ __all__ = [
     "mask_token_id",
     "model_runner_output",
     "new_spec_decoding_stats",
+    "observe_steps",
     "plans_ahead",
     "random_tokens",
     "request_chunks",

@@ -6,6 +6,7 @@ finishes those requests with an error: their tokens of the step are dropped, the
 forgotten by the prefix cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,18 +38,19 @@ def put(model_state: Any, output: Any) -> None:
         setattr(compat.model_runner_output(output), _ATTRIBUTE, broken)
 
 
-def attach(scheduler: Any) -> None:
-    """Let a scheduler stop the requests that a step's output names."""
-    update = scheduler.update_from_output
+def observer(scheduler: Any) -> compat.Observer:
+    """Stops the requests that a step's output names, and tells their clients."""
 
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+    def stop(_: Any, model_runner_output: Any) -> Callable[[dict[int, Any]], None]:
         broken: Broken = getattr(model_runner_output, _ATTRIBUTE, {})
         stopped = compat.stop_with_error(scheduler, broken)
-        outputs = update(scheduler_output, model_runner_output)
-        for request in stopped:
-            message = f"ddtree invariant broken: {broken[request.request_id]}"
-            logger.error("Request %s is stopped: %s", request.request_id, message)
-            compat.add_error_output(outputs, request, message)
-        return outputs
 
-    scheduler.update_from_output = update_from_output
+        def tell(outputs: dict[int, Any]) -> None:
+            for request in stopped:
+                message = f"ddtree invariant broken: {broken[request.request_id]}"
+                logger.error("Request %s is stopped: %s", request.request_id, message)
+                compat.add_error_output(outputs, request, message)
+
+        return tell
+
+    return stop

@@ -105,18 +105,13 @@ def take_counts(stats: Any) -> RoundCounts | None:
     return RoundCounts.unpack(positions[stats.num_spec_tokens :])
 
 
-def attach(engine_core: Any) -> None:
-    """Count the rounds of an EngineCore, unless its statistics are off."""
+def attach(engine_core: Any) -> compat.Observer | None:
+    """Count the rounds of an EngineCore by what is returned, unless its statistics are off."""
     scheduler = engine_core.scheduler
     if not scheduler.log_stats and scheduler.spec_decode_metrics_level == "none":
-        return
+        return None
     counter = RoundCounter(scheduler, engine_core.vllm_config.speculative_config.top_k)
-    update, count = scheduler.update_from_output, scheduler.make_spec_decoding_stats
-    make_stats = scheduler.make_stats
-
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-        counter.step(scheduler_output, model_runner_output)
-        return update(scheduler_output, model_runner_output)
+    count, make_stats = scheduler.make_spec_decoding_stats, scheduler.make_stats
 
     def make_spec_decoding_stats(*args: Any, **kwargs: Any) -> Any:
         counter.round(kwargs["request_id"], kwargs["num_accepted_tokens"])
@@ -125,6 +120,6 @@ def attach(engine_core: Any) -> None:
     def make_stats_with_counts(stats: Any = None, *args: Any, **kwargs: Any) -> Any:
         return make_stats(counter.put_counts(stats), *args, **kwargs)
 
-    scheduler.update_from_output = update_from_output
     scheduler.make_spec_decoding_stats = make_spec_decoding_stats
     scheduler.make_stats = make_stats_with_counts
+    return counter.step
