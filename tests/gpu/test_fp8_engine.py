@@ -18,6 +18,7 @@ import torch
 from benchmarks.exactness import first_difference, read_prompts
 from tests.conftest import Pair
 from tests.gpu import test_latent_engine as latent
+from tests.gpu.engines import GRAPHS
 from vllm_ddtree.testing.engine import Result, generate, open_engine
 
 if torch.cuda.get_device_capability() < (8, 9):
@@ -134,7 +135,7 @@ def test_fp8_cache_of_latents(tmp_path: Path) -> None:
 def test_fp8_weights(small_pair: Pair) -> None:
     """Of the target alone, with one activation scale a token: rows do not depend on each other."""
     prompts = code_of(small_pair.target)
-    engine = {**ENGINE, "quantization": "fp8_per_channel"}
+    engine = {**ENGINE, **GRAPHS, "quantization": "fp8_per_channel"}
     result = run_ddtree(small_pair, 31, prompts, 128, torch.bfloat16, **engine)
     assert_plain_decoding(small_pair, prompts, result.token_ids, 0.5, **engine)
     # The drafter was trained for the weights before they were rounded.
