@@ -50,6 +50,29 @@ class Server:
         assert events[-1] == "[DONE]"
         return [json.loads(event) for event in events[:-1]]
 
+    def metrics(self) -> tuple[dict[str, list[float]], dict[tuple[str, ...], float]]:
+        """Values by metric and rounds by (form, reason): ours, which agree with vLLM's."""
+        values: dict[str, list[float]] = {}
+        forms: dict[tuple[str, ...], float] = {}
+        for line in self.get("/metrics").splitlines():
+            if line.startswith(("vllm:spec_decode_", "vllm:ddtree_")) and "_created" not in line:
+                name, value = line.split("{")[0], float(line.rsplit(" ", 1)[1])
+                name = name.removeprefix("vllm:").removesuffix("_total")
+                values.setdefault(name, []).append(value)
+                if name == "ddtree_rounds":
+                    labels = (line.split(f'{key}="')[1].split('"')[0] for key in ("form", "reason"))
+                    forms[tuple(labels)] = value
+        (drafts,) = values["spec_decode_num_drafts"]
+        (accepted,) = values["spec_decode_num_accepted_tokens"]
+        refused = forms["none", "drafts refused"]
+        assert sum(n for (form, _), n in forms.items() if form != "none") + refused == drafts
+        assert values["ddtree_nodes_drafted"] == values["spec_decode_num_draft_tokens"]
+        positions = values["spec_decode_num_accepted_tokens_per_pos"]
+        assert positions == sorted(positions, reverse=True)
+        assert values["ddtree_accepted_per_depth"] == positions
+        assert sum(positions) == sum(values["ddtree_accepted_per_rank"]) == accepted > 0
+        return values, forms
+
 
 @contextmanager
 def serving(folder: Path, model: Path, more: str = "", budget: int = 12) -> Iterator[Server]:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasoning and tool calls: what is streamed, several tokens an event, is what comes whole."""
+"""Reasoning and tool calls: what is streamed, several tokens an event, is what comes whole.
+
+The server has two API server processes, which share the engine.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,7 @@ def thinking_nano(folder: Path) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("parsers")
     more = (
+        "api-server-count: 2\n"
         "reasoning-parser: deepseek_r1\n"
         "enable-auto-tool-choice: true\n"
         "tool-call-parser: hermes\n"
@@ -123,3 +128,25 @@ def test_tool_calls(server: Server) -> None:
         assert '"é' in json.loads(call["arguments"])["text"]
     assert message["content"].startswith("def x")
     assert joined(server.streamed(CHAT, **body)) == message
+
+
+def test_metrics_of_both_api_servers(server: Server) -> None:
+    """A step's counts go to one of them; whichever answers gives the sums. vLLM has no periodic
+    line there.
+    """
+
+    def ask(i: int) -> None:
+        more = {"presence_penalty": 0.4} if i % 2 else {}
+        server.whole(CHAT, messages=say("def main(argv):<think>"), temperature=0, **more)
+
+    before, _ = server.metrics()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(6)))
+    ask(0)
+    found = [server.metrics() for _ in range(6)]
+    values, forms = found[0]
+    assert all(each == found[0] for each in found)
+    assert values["ddtree_nodes_drafted"] > before["ddtree_nodes_drafted"]
+    assert values["ddtree_budget"] == [7] and forms["tree", ""] > 0
+    log = server.log.read_text()
+    assert log.count("disabling stats logging") == 2 and "SpecDecoding metrics" not in log
