@@ -46,6 +46,7 @@ def test_segments_are_the_prefix(segments: int, page_size: int, device: str) -> 
         for entry in range(req, entries, len(lens)):
             own = made.pages[starts[entry] : starts[entry + 1]].tolist()
             pages += own
+            assert own or last_lens[entry] == 0
             keys.append((len(own) - 1) * page_size + last_lens[entry] if own else 0)
         assert pages == table[req, : -(-num_keys // page_size)].tolist()
         assert sum(keys) == num_keys
@@ -229,6 +230,15 @@ def test_other_steps(
     torch.testing.assert_close(
         attend(batch, metadata, Variant()).double(), reference_output(batch), atol=1e-5, rtol=1e-5
     )
+
+
+def test_padded_requests_need_padding_rows(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """FlashInfer would write beyond the batch."""
+    builder = make_builder(monkeypatch, device)
+    requests = [tree(20, ROWS)]
+    for padding, planned in ((ROWS, True), (ROWS - 1, False)):
+        batch = make_batch(requests, max_depth=7, padded_reqs=1, padded_rows=padding)
+        assert (build(builder, batch, requests).prefix is not None) == planned
 
 
 def test_a_step_without_trees_is_vllms(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
