@@ -138,19 +138,22 @@ class PrefixPlans:
         """The plan for so many trees of so many rows; None: there are too many plans."""
         plan = self._plans.get((num_reqs, length))
         if plan is None and (in_graph or self._num_eager < MAX_EAGER_PLANS):
-            builder = self._builder
-            segments = choose_num_segments(
-                num_reqs,
-                builder.num_kv_heads,
-                length,
-                builder.num_qo_heads // builder.num_kv_heads,
-                num_sms(builder.device),
-                MAX_SEGMENTS,
-            )
-            plan = PrefixPlan(builder, self._table, num_reqs, length, segments)
-            self._plans[num_reqs, length] = plan
+            plan = self._plans[num_reqs, length] = self.make(num_reqs, length)
             self._num_eager += not in_graph
         return plan
+
+    def make(self, num_reqs: int, length: int) -> PrefixPlan:
+        """A plan for so many trees of so many rows."""
+        builder = self._builder
+        segments = choose_num_segments(
+            num_reqs,
+            builder.num_kv_heads,
+            length,
+            builder.num_qo_heads // builder.num_kv_heads,
+            num_sms(builder.device),
+            MAX_SEGMENTS,
+        )
+        return PrefixPlan(builder, self._table, num_reqs, length, segments)
 
     def prepare(
         self, tree: TreeMetadata, length: int, block_table: torch.Tensor
@@ -188,8 +191,9 @@ def flashinfer_builder(base: type) -> type:
             max_pages = triton.cdiv(vllm_config.model_config.max_model_len, self.page_size)
             max_num_reqs = vllm_config.scheduler_config.max_num_seqs
             self.plans = PrefixPlans(self, max_num_reqs, max_pages)
-            # FlashInfer compiles its kernel with the first plan.
-            self.plans.get(1, layer_runtime(self).num_rows, in_graph=False)
+            # FlashInfer compiles its kernel with the first plan. It is not kept: what is allocated
+            # here is lost in sleep mode, and a plan is not written anew.
+            self.plans.make(1, layer_runtime(self).num_rows)
 
         def build(
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
