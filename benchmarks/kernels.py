@@ -364,7 +364,7 @@ def flashinfer_cases(
     num_rows: int,
 ) -> dict[str, Case]:
     """FlashInfer's kernel over prefixes in segments, as in FULL graphs."""
-    from vllm_ddtree.attention.flashinfer import PrefixPlans
+    from vllm_ddtree.attention.flashinfer_prefix import PrefixPlans
 
     builder = SimpleNamespace(
         num_qo_heads=sizes.heads,

@@ -5,6 +5,7 @@ It reads lengths and pages where the kernel does, on the device, and rows and th
 they were planned, on the host; it goes wrong where the kernel would.
 """
 
+import importlib
 import math
 import sys
 from importlib.machinery import ModuleSpec
@@ -150,7 +151,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
                 module = _Module(name)
                 module.__spec__ = ModuleSpec(name, None)
                 patch.setitem(sys.modules, name, module)
-    from vllm_ddtree.attention import flashinfer as ours
+    importlib.import_module("vllm_ddtree.attention.flashinfer")
+    from vllm_ddtree.attention import flashinfer_prefix
 
-    patch.setattr(ours, "BatchPrefillWithPagedKVCacheWrapper", Wrapper)
+    patch.setattr(flashinfer_prefix, "BatchPrefillWithPagedKVCacheWrapper", Wrapper)
     Wrapper.plans_made = 0

@@ -77,9 +77,9 @@ class PlainBuilder:
 
 
 def make_builder(monkeypatch: pytest.MonkeyPatch, device: str, segments: int = 1) -> Any:
-    from vllm_ddtree.attention import flashinfer
+    from vllm_ddtree.attention import flashinfer, flashinfer_prefix
 
-    monkeypatch.setattr(flashinfer, "choose_num_segments", lambda *_: segments)
+    monkeypatch.setattr(flashinfer_prefix, "choose_num_segments", lambda *_: segments)
     runtime = SimpleNamespace(num_rows=ROWS, step=None, rows=None)
     layer = SimpleNamespace(impl=SimpleNamespace(tree_runtime=runtime))
     config = SimpleNamespace(
@@ -200,9 +200,9 @@ def test_one_plan_for_every_length(monkeypatch: pytest.MonkeyPatch, device: str)
 
 
 def test_plans_outside_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    from vllm_ddtree.attention import flashinfer
+    from vllm_ddtree.attention import flashinfer_prefix
 
-    monkeypatch.setattr(flashinfer, "MAX_EAGER_PLANS", 2)
+    monkeypatch.setattr(flashinfer_prefix, "MAX_EAGER_PLANS", 2)
     plans = make_builder(monkeypatch, device).plans
     assert plans.get(1, ROWS, in_graph=False) is not None
     assert plans.get(2, ROWS, in_graph=False) is not None

@@ -25,7 +25,7 @@ def make_plans(
     soft_cap: float = 0.0,
 ) -> Any:
     """Plans without an engine, for heads of 128."""
-    from vllm_ddtree.attention.flashinfer import PrefixPlans
+    from vllm_ddtree.attention.flashinfer_prefix import PrefixPlans
 
     builder = SimpleNamespace(
         num_qo_heads=num_heads,
