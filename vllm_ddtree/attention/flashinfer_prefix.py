@@ -60,7 +60,7 @@ class PrefixPlan:
         # FlashInfer's own would be 8 MiB. It holds three numbers and a flag a tile, of 16 (row,
         # head) pairs at least, or for each program of an idle GPU, and where each entry starts.
         tiles = entries * triton.cdiv(length * builder.num_qo_heads // builder.num_kv_heads, 16)
-        plan_size = 13 * max(tiles, 2 * num_sms(device)) + 4 * (entries + 1) + 1024
+        plan_size = 13 * max(tiles + entries, 2 * num_sms(device)) + 4 * (entries + 1) + 1024
         self._wrapper.reset_workspace_buffer(no_results, on_device(plan_size, torch.uint8))
         zeros = torch.zeros(entries + 1, dtype=torch.int32, device="cpu")
         optional = {"uniform_q_len": length}  # FlashInfer 0.7: as many rows a tile as there are
