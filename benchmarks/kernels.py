@@ -18,15 +18,17 @@ tail                   attention among tree rows and merge, all layers
 merge                  vLLM's merge of two attention parts, which the tail does in passing
 FA causal              what a chain of the same rows runs instead of the two, all layers
 Triton prefix          the prefix pass of the Triton backend, all layers
+FlashInfer prefix      that of the FlashInfer backend, where FlashInfer is installed, all layers
 tree work              top-k to compact without sampling, FA prefix and tail, less FA causal
 
 The draft and verify forward are vLLM's own and the same for a chain of these rows. Alternatives
-that are not used stand beside what is: Triton prefix, merge.
+that are not used stand beside what is: Triton prefix, FlashInfer prefix, merge.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import statistics
@@ -52,8 +54,8 @@ from vllm_ddtree.tree.buffers import TreeBuffers
 from vllm_ddtree.tree.build import build_trees
 
 COLUMNS = ["top-k", "build", "rows", "sampling", "walk", "context", "compact", "compact same"]
-COLUMNS += ["FA prefix", "tail", "FA causal", "Triton prefix", "merge"]
-LAYERED = {"FA prefix", "tail", "FA causal", "Triton prefix", "merge"}  # a call is all layers
+LAYERED = ["FA prefix", "tail", "FA causal", "Triton prefix", "merge", "FlashInfer prefix"]
+COLUMNS += LAYERED  # a call is all layers
 WORK = ["top-k", "build", "rows", "walk", "context", "compact", "FA prefix", "tail"]
 
 
@@ -78,7 +80,13 @@ Case = Callable[[], object]
 
 
 def make_cases(
-    sizes: Sizes, budget: int, batch: int, device: str, dtype: torch.dtype, flash: bool
+    sizes: Sizes,
+    budget: int,
+    batch: int,
+    device: str,
+    dtype: torch.dtype,
+    flash: bool,
+    flashinfer: bool = False,
 ) -> dict[str, Case]:
     """Each kernel as a call without arguments, over the trees of one random round.
 
@@ -274,6 +282,9 @@ def make_cases(
     }
     if flash:
         cases |= flash_cases(sizes, query, caches, out, starts, seq_lens, rows, table, num_rows)
+    if flashinfer:
+        lens = rows.prefix_lens[:batch]
+        cases |= flashinfer_cases(sizes, query, caches, out, lens, table, num_rows)
     return cases
 
 
@@ -343,6 +354,39 @@ def flash_cases(
     return {"FA prefix": run(prefix_lens, False), "FA causal": run(seq_lens, True)}
 
 
+def flashinfer_cases(
+    sizes: Sizes,
+    query: torch.Tensor,
+    caches: list[torch.Tensor],
+    out: torch.Tensor,
+    lens: torch.Tensor,
+    table: torch.Tensor,
+    num_rows: int,
+) -> dict[str, Case]:
+    """FlashInfer's kernel over prefixes in segments, as in FULL graphs."""
+    from vllm_ddtree.attention.flashinfer_prefix import PrefixPlans
+
+    builder = SimpleNamespace(
+        num_qo_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        page_size=sizes.kv_block,
+        sm_scale=sizes.head_dim**-0.5,
+        logits_soft_cap=None,
+        device=query.device,
+        model_config=SimpleNamespace(dtype=query.dtype),
+    )
+    tree: Any = SimpleNamespace(prefix_lens=lens, in_graph=True)
+    plan = PrefixPlans(builder, *table.shape).prepare(tree, num_rows, table)
+    assert plan is not None
+
+    def layers() -> None:
+        for cache in caches:
+            plan.run(query, cache[..., : sizes.head_dim], cache[..., sizes.head_dim :], out)
+
+    return {"FlashInfer prefix": layers}
+
+
 def microseconds(case: Case, calls: int, replays: int = 15) -> float:
     """Median time of one call, from replays of a CUDA graph of `calls` calls."""
     stream = torch.cuda.Stream()
@@ -399,10 +443,13 @@ def main() -> None:
         "torch": torch.__version__,
         "sizes": asdict(sizes),
     }
+    flashinfer = importlib.util.find_spec("flashinfer") is not None
     results: list[dict[str, float]] = []
     args.out.mkdir(parents=True, exist_ok=True)
     for batch, budget in itertools.product(args.batches, args.budgets):
-        cases = make_cases(sizes, budget, batch, "cuda", torch.bfloat16, not args.no_flash)
+        cases = make_cases(
+            sizes, budget, batch, "cuda", torch.bfloat16, not args.no_flash, flashinfer
+        )
         row: dict[str, float] = {"batch": batch, "budget": budget}
         for name, case in cases.items():
             row[name] = microseconds(case, calls=2 if name in LAYERED else 20)

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_ddtree import compat
 from vllm_ddtree.attention.supported import (
+    CHOSEN_BACKENDS,
     FP8_CACHES,
     FP8_MLA_BACKENDS,
     SUPPORTED_BACKENDS,
@@ -94,9 +95,9 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     if model.use_mla:
         _choose_mla_backend(vllm_config)
     elif backend is None:
-        _replace_choice(vllm_config, SUPPORTED_BACKENDS, "multi-head attention")
+        _replace_choice(vllm_config, CHOSEN_BACKENDS, "multi-head attention")
     elif backend.name not in SUPPORTED_BACKENDS:
-        _refuse("--attention-backend", backend.name, f"use {one_of(SUPPORTED_BACKENDS[:2])}")
+        _refuse("--attention-backend", backend.name, f"use {one_of(CHOSEN_BACKENDS[:2])}")
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8_CACHES):
         _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto or set it to fp8")

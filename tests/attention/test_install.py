@@ -18,7 +18,7 @@ from vllm_ddtree.attention.install import check_layer, install_tree_attention
 from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
 from vllm_ddtree.attention.variant import Variant
 
-from . import latent_fakes
+from . import flashinfer_fakes, latent_fakes
 
 
 class OtherLatentAttention(MLAAttention):
@@ -107,6 +107,32 @@ def test_windows_soft_caps_and_sinks_reach_the_layers() -> None:
         "short": Variant(window=7, tail_window=7),
         "capped": Variant(soft_cap=30.0),
     }
+
+
+@pytest.mark.parametrize(
+    ("window", "form"), [(None, "FlashInfer prefix + Triton tail"), (128, "Triton prefix")]
+)
+def test_flashinfers_layers_become_tree_aware(
+    window: int | None, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flashinfer_fakes.install(monkeypatch)
+    kind: Any = AttentionBackendEnum.FLASHINFER.get_class()
+    impl_class = kind.get_impl_cls()
+    layer = make_layer(attn_backend=kind, sliding_window=window)
+    sinks, layer.impl = layer.impl.sinks, impl_class.__new__(impl_class)
+    layer.impl.sinks, layer.is_draft_layer = sinks, False
+    context = SimpleNamespace(static_forward_context={"target": layer})
+    runtime: Any = SimpleNamespace(depth=15)
+    found = install_tree_attention(SimpleNamespace(compilation_config=context), runtime)
+    assert found.startswith(form)
+    assert type(layer.impl).__name__ == "TreeFlashInferImpl"
+    builder = layer.attn_backend.get_builder_cls()
+    assert builder.__name__ == "TreeFlashInferMetadataBuilder"
+    assert builder.__bases__[-1] is kind.get_builder_cls()
+    layer.impl = impl_class.__new__(impl_class)
+    layer.attn_backend, layer.kv_cache_dtype, layer.kv_cache_torch_dtype = kind, "fp8", torch.uint8
+    with pytest.raises(ValueError, match=r"dtype fp8; set --kv-cache-dtype to auto$"):
+        check_layer("layers.7.attn", layer)
 
 
 def make_latent_layer(kind: Any = MLAAttention, impl: Any = TritonMLAImpl, **given: Any) -> Any:

@@ -460,6 +460,26 @@ def test_the_backend_of_other_targets(
     assert (attention.backend.name if attention.backend else None) == chosen
 
 
+@pytest.mark.parametrize(
+    ("asked", "taken"),
+    [("FLASH_ATTN", True), ("TRITON_ATTN", True), ("FLASHINFER", True), ("FLEX_ATTENTION", False)],
+)
+def test_a_backend_that_is_named(asked: str, taken: bool) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_ddtree.checks import check_engine_config
+
+    args, config = EngineArgs(model=str(TARGET)), build()
+    config.attention_config.backend = AttentionBackendEnum[asked]
+    if taken:
+        check_engine_config(args, config)
+        assert config.attention_config.backend is AttentionBackendEnum[asked]
+        return
+    message = refusal(lambda: check_engine_config(args, config))
+    assert f"--attention-backend={asked}: use FLASH_ATTN or TRITON_ATTN" in message
+
+
 def test_this_platform_has_no_backend_for_trees_in_latents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

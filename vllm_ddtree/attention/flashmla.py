@@ -14,7 +14,7 @@ from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache
 
 from vllm_ddtree.attention.latent import Tail, latent_forward, triton_prefix_pass
 from vllm_ddtree.attention.latent_metadata import latent_tree_builder
-from vllm_ddtree.attention.metadata import layer_runtime, named_after
+from vllm_ddtree.attention.metadata import layer_runtime, named_after, of_one_length
 
 FORM = "FlashMLA latent prefix + Triton latent tail"
 
@@ -32,15 +32,9 @@ def flashmla_builder(base: type) -> type:
             self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
         ) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            metadata.uniform_len = 0
-            step = layer_runtime(self).step
-            if step.max_verify_len and not step.has_plain_rows:
-                length, num_reqs = step.max_verify_len, metadata.num_decodes
-                starts = common_attn_metadata.query_start_loc_cpu[: num_reqs + 1]
-                lens = set(starts.diff().tolist())
-                # A graph's padded requests have no rows, but the padded rows would be theirs.
-                if lens <= {0, length} and num_reqs * length <= metadata.num_decode_tokens:
-                    metadata.uniform_len = length
+            runtime = layer_runtime(self)
+            uniform = of_one_length(runtime, common_attn_metadata)
+            metadata.uniform_len = runtime.step.max_verify_len if uniform else 0
             return metadata
 
     return named_after(base, TreeFlashMLAMetadataBuilder)

@@ -16,6 +16,8 @@ from vllm.v1.attention.backend import AttentionType
 
 from vllm_ddtree.attention.metadata import named_after, tree_builder
 from vllm_ddtree.attention.supported import (
+    CHOSEN_BACKENDS,
+    FP8_BACKENDS,
     FP8_CACHES,
     FP8_MLA_BACKENDS,
     SUPPORTED_BACKENDS,
@@ -38,6 +40,10 @@ def tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
         from vllm_ddtree.attention import triton
 
         return triton.TreeTritonAttentionImpl, triton.FORM
+    if backend_name == "FLASHINFER":
+        from vllm_ddtree.attention import flashinfer, prefix_pass
+
+        return flashinfer.TreeFlashInferImpl, prefix_pass.FORM if window else flashinfer.FORM
     if backend_name == "FLASH_ATTN_MLA":
         from vllm_ddtree.attention import flash_attn_mla
 
@@ -77,10 +83,9 @@ def _refuse(name: str, what: str, fix: str) -> ValueError:
     return ValueError(f"method ddtree cannot verify trees in target layer {name}: {what}; {fix}")
 
 
-def _refuse_cache(name: str, layer: Any) -> ValueError:
-    return _refuse(
-        name, f"KV cache dtype {layer.kv_cache_dtype}", "set --kv-cache-dtype to auto or fp8"
-    )
+def _refuse_cache(name: str, layer: Any, caches: tuple[str, ...]) -> ValueError:
+    fix = "set --kv-cache-dtype to auto" + (" or fp8" if caches else "")
+    return _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", fix)
 
 
 def check_layer(name: str, layer: Any) -> None:
@@ -105,7 +110,7 @@ def check_layer(name: str, layer: Any) -> None:
         raise _refuse(
             name,
             f"attention backend {backend}",
-            f"set --attention-backend to {one_of(SUPPORTED_BACKENDS[:2])}",
+            f"set --attention-backend to {one_of(CHOSEN_BACKENDS[:2])}",
         )
     if getattr(impl, "alibi_slopes", None) is not None:
         raise _refuse(name, "ALiBi", elsewhere)
@@ -113,8 +118,9 @@ def check_layer(name: str, layer: Any) -> None:
         raise _refuse(name, "chunked attention", elsewhere)
     if layer.head_size_v != layer.head_size:
         raise _refuse(name, "value heads of another size than key heads", elsewhere)
-    if layer.kv_cache_torch_dtype != layer.dtype and layer.kv_cache_dtype not in FP8_CACHES:
-        raise _refuse_cache(name, layer)
+    caches = FP8_CACHES if backend in FP8_BACKENDS else ()
+    if layer.kv_cache_torch_dtype != layer.dtype and layer.kv_cache_dtype not in caches:
+        raise _refuse_cache(name, layer, caches)
     if layer.kv_sharing_target_layer_name is not None:
         raise _refuse(name, "a KV cache shared with another layer", elsewhere)
     if getattr(impl, "fa4_hd256", False):
@@ -142,7 +148,7 @@ def _check_latent_layer(name: str, layer: Any) -> None:
         raise _refuse(name, "latent attention with a sliding window", elsewhere)
     caches = FP8_CACHES if backend in FP8_MLA_BACKENDS else ()
     if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16", *caches):
-        raise _refuse_cache(name, layer)
+        raise _refuse_cache(name, layer, caches)
 
 
 def target_layers(vllm_config: Any) -> dict[str, Any]:

@@ -38,6 +38,34 @@ class TreeMetadata:
     """Whether this is a CUDA graph's capture, which pays for kernels of its own once."""
 
 
+def tree_metadata(runtime: Runtime, common: Any) -> TreeMetadata:
+    """The tree part for the step in progress; common: vLLM's CommonAttentionMetadata."""
+    step, rows = runtime.step, runtime.rows
+    return TreeMetadata(
+        masks=rows.masks,
+        positions=rows.positions,
+        tail_lens=rows.tail_lens[: common.num_reqs],
+        prefix_lens=rows.prefix_lens[: common.num_reqs],
+        max_tail=runtime.num_rows if step.has_plain_rows else int(common.max_query_len),
+        has_plain_rows=step.has_plain_rows,
+        in_graph=step.in_graph,
+    )
+
+
+def of_one_length(runtime: Runtime, common: Any) -> bool:
+    """Whether the step's rows are trees of one length (`Step.max_verify_len`), and nothing else.
+
+    A graph's padded requests have no rows: its padding rows must be enough to be theirs.
+
+    common  vLLM's CommonAttentionMetadata
+    """
+    length, num_reqs = runtime.step.max_verify_len, common.num_reqs
+    if not length or runtime.step.has_plain_rows:
+        return False
+    lens = set(common.query_start_loc_cpu[: num_reqs + 1].diff().tolist())
+    return lens <= {0, length} and num_reqs * length <= common.num_actual_tokens
+
+
 def layer_runtime(builder: Any) -> Runtime:
     """The runtime of the engine a builder's layers belong to."""
     layers = builder.vllm_config.compilation_config.static_forward_context
@@ -73,24 +101,16 @@ def tree_builder(base: type) -> type:
         ) -> Any:
             common = common_attn_metadata
             runtime = layer_runtime(self)
-            step, rows = runtime.step, runtime.rows
+            step = runtime.step
             if not step.has_trees:
                 metadata = super().build(common_prefix_len, common, fast_build)
                 metadata.tree = None
                 return metadata
-            prefix_lens = rows.prefix_lens[: common.num_reqs]
             if plans_prefix and not step.has_plain_rows:
+                prefix_lens = runtime.rows.prefix_lens[: common.num_reqs]
                 common = dataclasses.replace(common, seq_lens=prefix_lens, causal=False)
             metadata = super().build(common_prefix_len, common, fast_build)
-            metadata.tree = TreeMetadata(
-                masks=rows.masks,
-                positions=rows.positions,
-                tail_lens=rows.tail_lens[: common.num_reqs],
-                prefix_lens=prefix_lens,
-                max_tail=(runtime.num_rows if step.has_plain_rows else int(common.max_query_len)),
-                has_plain_rows=step.has_plain_rows,
-                in_graph=step.in_graph,
-            )
+            metadata.tree = tree_metadata(runtime, common)
             return metadata
 
     return named_after(base, TreeMetadataBuilder)

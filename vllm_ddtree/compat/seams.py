@@ -135,6 +135,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "TritonAttentionMetadata: block_table max_query_len max_seq_len num_actual_tokens",
         "TritonAttentionMetadata: query_start_loc slot_mapping",
     ),
+    "vllm.v1.attention.backends.flashinfer": (
+        "FlashInferImpl: forward sinks kv_cache_dtype num_heads num_kv_heads num_queries_per_kv",
+        "FlashInferImpl: scale head_size alibi_slopes",
+        "FlashInferMetadataBuilder: build reorder_batch_threshold model_config page_size",
+        "FlashInferMetadataBuilder: num_qo_heads num_kv_heads head_dim sm_scale logits_soft_cap",
+        "FlashInferMetadata: num_actual_tokens slot_mapping",
+    ),
     "vllm.v1.attention.backends.cpu_attn": (
         "CPUAttentionBackendImpl: forward do_kv_cache_update sinks kv_cache_dtype",
         "CPUAttentionBackendImpl: num_kv_heads scale head_size",
