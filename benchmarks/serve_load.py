@@ -223,8 +223,8 @@ def start_all(
         rounds = [[name] for name in engines]
     else:
         timed = [name for name in engines if name.endswith("auto") or name in args.specs]
-        rounds = [[name] for name in timed] + [[n for n in engines if n not in timed]]
-    for names in rounds:
+        rounds = [[n for n in engines if n not in timed]] + [[name] for name in timed]
+    for names in filter(None, rounds):
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda name: start(engines[name], name, out), names))
 

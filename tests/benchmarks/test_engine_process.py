@@ -122,4 +122,4 @@ def test_the_order_of_starts(tmp_path: Path) -> None:
 
     assert opened() == ["plain", "tree-auto", "chain-7"]
     at_once = opened("--llm", '{"kv_cache_memory_bytes": 1}')
-    assert at_once[0] == "tree-auto" and {*at_once[1:]} == {"plain", "chain-7"}
+    assert at_once[-1] == "tree-auto" and {*at_once} == {"plain", "chain-7", "tree-auto"}
