@@ -247,9 +247,6 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
         loads += [(" sampled", args.sampling, n) for n in counts]
 
     def serve(engines: dict[str, EngineProcess], cycle: int) -> None:
-        if args.profile and cycle == 0:
-            for name, engine in engines.items():
-                write_profiles(engine, name, prompts[0], args)
         for repeat, (kind, sampling, n) in itertools.product(range(args.repeats), loads):
             chosen = prompts[cycle * args.repeats + repeat][: num_requests(n, args)]
             turns = list(engines)
@@ -264,6 +261,9 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
                 out["runs"].append({**run, "cycle": cycle, "repeat": repeat})
                 print_run(run)
                 report.write(out, args.out)
+        if args.profile and cycle == args.cycles - 1:  # last: `auto` takes slowed rounds for true
+            for name, engine in engines.items():
+                write_profiles(engine, name, prompts[0], args)
 
     for cycle in range(args.cycles):
         if args.together:

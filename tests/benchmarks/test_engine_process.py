@@ -95,17 +95,17 @@ def test_turns(together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     runs = [("plain", "tree-7"), ("tree-7", "plain")]
     if together:
         expected: list[Any] = [("open", "plain"), ("open", "tree-7")]
-        expected += [("profile", "plain", 1), ("profile", "tree-7", 1)]
         expected += [
             (name, n, [repeat]) for repeat in (0, 1) for n in (1, 4) for name in runs[repeat]
         ]
+        expected += [("profile", "plain", 1), ("profile", "tree-7", 1)]
         expected += [("closed", "tree-7"), ("closed", "plain")]
     else:
         expected = []
         for name in runs[0]:
-            expected += [("open", name), ("profile", name, 1)]
+            expected += [("open", name)]
             expected += [(name, n, [repeat]) for repeat in (0, 1) for n in (1, 4)]
-            expected += [("closed", name)]
+            expected += [("profile", name, 1), ("closed", name)]
     assert log == expected
     assert len(json.loads((out / "load.json").read_text())["runs"]) == 8
     assert json.loads((out / "profile-tree-7.json").read_text()) == [{"rounds": 7}]
