@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts DDTree into the model runner, and into the metrics, of a process in which a DDTree
-configuration exists."""
+"""Puts DDTree into the model runner, the metrics and the taking in of requests of a process in
+which a DDTree configuration exists."""
 
 from typing import Any
 
@@ -27,6 +27,7 @@ def install() -> None:
         _captured,
         _before_step,
     )
+    compat.hook_requests(is_ddtree, _check_request)
     compat.hook_metrics(is_ddtree, _make_metrics, _max_depth)
     if _checks():
         compat.hook_checks(is_ddtree, _step_done)
@@ -102,6 +103,12 @@ def _before_step(model_state: Any, scheduler_output: Any) -> None:
     from vllm_ddtree.graphs.forms import asks_for_chains
 
     model_state.runtime.chains_asked = asks_for_chains(scheduler_output)
+
+
+def _check_request(sampling_params: Any) -> None:
+    from vllm_ddtree import request_limits
+
+    request_limits.check(sampling_params)
 
 
 def _make_metrics(stat_loggers: list[Any], speculative_config: Any) -> Any:

@@ -109,6 +109,16 @@ def test_a_bad_request_is_the_clients_and_the_server_lives(server: Server, plain
         assert caught.value.code == 400
         text = caught.value.read().decode()
         assert "min_p and logit_bias sampling parameters are not yet supported" in text
+    # More than vLLM's worker has room for.
+    for key, value in (
+        ("allowed_token_ids", [5] * 1025),
+        ("bad_words", [f"{i}" + " a b c d e f" * 9 for i in range(20)]),
+        ("stop_token_ids", list(range(200))),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            server.whole("/v1/completions", prompt="x", min_tokens=1, **{key: value})
+        assert caught.value.code == 400
+        assert f"{key} has" in caught.value.read().decode()
     harmless = {"min_p": 0, "logit_bias": {}, "prompt": PROMPTS[0], "temperature": 0}
     assert server.whole("/v1/completions", **harmless)["choices"][0]["text"] == plain.texts[0]
 

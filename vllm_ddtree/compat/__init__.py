@@ -22,6 +22,7 @@ from vllm_ddtree.compat.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.compat.engine_args import hook_engine_args
 from vllm_ddtree.compat.graphs import capture_apart, estimates_memory, full_graphs
 from vllm_ddtree.compat.metrics import hook_metrics, hook_outputs, new_spec_decoding_stats
+from vllm_ddtree.compat.requests import hook_requests, request_limits
 from vllm_ddtree.compat.runner import hook_checks, hook_runner
 from vllm_ddtree.compat.sampler import request_chunks
 from vllm_ddtree.compat.sleep import hook_sleep
@@ -44,6 +45,7 @@ __all__ = [
     "hook_engine_args",
     "hook_metrics",
     "hook_outputs",
+    "hook_requests",
     "hook_runner",
     "hook_sleep",
     "mask_token_id",
@@ -53,6 +55,7 @@ __all__ = [
     "plans_ahead",
     "random_tokens",
     "request_chunks",
+    "request_limits",
     "reserve_mla_workspace",
     "stop_with_error",
     "target_backend",

@@ -36,6 +36,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine": ("EngineCoreOutput", "EngineCoreOutputs: outputs"),
     "vllm.v1.outputs": ("ModelRunnerOutput: req_id_to_index prompt_logprobs_dict",),
     "vllm.outputs": ("RequestError: message",),
+    # Requests.
+    "vllm.v1.engine.input_processor": ("InputProcessor: process_inputs speculative_config",),
+    "vllm.sampling_params": (
+        "SamplingParams: bad_words_token_ids all_stop_token_ids allowed_token_ids min_tokens",
+    ),
+    "vllm.v1.worker.gpu.sample.logit_bias": (
+        "MAX_NUM_ALLOWED_TOKEN_IDS",
+        "MAX_NUM_STOP_TOKEN_IDS",
+    ),
+    "vllm.envs": ("VLLM_MAX_BAD_WORDS_TOTAL_TOKENS",),
     # Metrics.
     "vllm.v1.spec_decode.metrics": (
         "SpecDecodingProm: __init__",

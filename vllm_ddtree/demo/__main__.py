@@ -54,6 +54,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.budget <= 255:
         parser.error(f"--budget: {arguments.budget} is not between 1 and 255")
+    for option in ("chain", "max_tokens"):
+        if getattr(arguments, option) < 1:
+            parser.error(f"--{option.replace('_', '-')}: {getattr(arguments, option)} is below 1")
+    if "" in (arguments.prompt or ()):
+        parser.error("--prompt: a prompt is empty")
     for option in ("target", "drafter"):
         if not (Path(getattr(arguments, option)) / "config.json").is_file():
             parser.error(f"--{option}: no model in {getattr(arguments, option)}")
