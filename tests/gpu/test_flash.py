@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.attention.tree_cases import backend_metadata, make_batch, reference_output, tree
+from tests.gpu.forward import assert_forward
 from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
 from vllm_ddtree.attention.variant import Variant
 
@@ -49,23 +50,5 @@ def test_trees(window: int, soft_cap: float, with_sinks: bool, in_graph: bool) -
         head_size=128, has_sinks=with_sinks, requires_softcap=bool(soft_cap)
     )
     metadata = backend_metadata(batch, MAX_TAIL, has_plain_rows=False, in_graph=in_graph)
-    # [num_blocks, Hkv, block_size, K | V]
-    cache = torch.cat([batch.k_cache, batch.v_cache], dim=-1).transpose(1, 2)
-    output = torch.empty_like(batch.query)
-
-    def forward() -> None:
-        impl.forward(
-            torch.nn.Module(), batch.query, batch.key, batch.value, cache, metadata, output
-        )
-
-    forward()
-    if in_graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            forward()
-        output.fill_(float("nan"))
-        graph.replay()
     expected = reference_output(batch, window, soft_cap, sinks)
-    unit = torch.finfo(torch.bfloat16).eps
-    largest = float(torch.nan_to_num(batch.v_cache).abs().max())
-    torch.testing.assert_close(output.double(), expected, rtol=unit, atol=2 * unit * largest)
+    assert_forward(impl, batch, metadata, expected, in_graph)

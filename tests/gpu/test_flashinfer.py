@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.attention.tree_cases import backend_metadata, make_batch, reference_output, tree
+from tests.gpu.forward import assert_forward
 from vllm_ddtree.attention.reference import gather_cache
 from vllm_ddtree.attention.variant import Variant
 
@@ -151,22 +152,5 @@ def test_trees(in_graph: bool, soft_cap: float, with_sinks: bool) -> None:
     plans = make_plans(8, 2, 16, 8, batch.block_table.shape[1], soft_cap)
     metadata.prefix = plans.prepare(metadata.tree, 32, batch.block_table)
     assert metadata.prefix.segments > 1
-    # [num_blocks, Hkv, block_size, K | V]
-    cache = torch.cat([batch.k_cache, batch.v_cache], dim=-1).transpose(1, 2)
-    output = torch.empty_like(batch.query)
-
-    def forward() -> None:
-        impl.forward(
-            torch.nn.Module(), batch.query, batch.key, batch.value, cache, metadata, output
-        )
-
-    forward()
-    if in_graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            forward()
-        output.fill_(float("nan"))
-        graph.replay()
     expected = reference_output(batch, soft_cap=soft_cap, sinks=sinks)
-    largest = float(torch.nan_to_num(batch.v_cache).abs().max())
-    torch.testing.assert_close(output.double(), expected, rtol=UNIT, atol=2 * UNIT * largest)
+    assert_forward(impl, batch, metadata, expected, in_graph)
