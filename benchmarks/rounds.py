@@ -3,8 +3,10 @@
 
 `profile_rounds` lets N requests decode together and records a few rounds in the worker that runs
 them, with the CUDA activity of `torch.profiler` alone, so that the host is slowed as little as
-possible. Needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 where the engine core is another process (a
-function is sent to it).
+possible. A stretch without the profiler goes before, for the host's own work: the processor time
+of the thread that schedules steps and launches their kernels, which the GPU must not wait for.
+Needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 where the engine core is another process (a function is
+sent to it).
 """
 
 from __future__ import annotations
@@ -41,6 +43,11 @@ OURS = {
     "context": ("_context_rows_kernel", "_gather_states_kernel"),
 }
 """Kernels of this project by the columns of benchmarks/kernels.py."""
+
+
+def clocks(worker: Any) -> tuple[float, float]:
+    """(processor time of the thread that runs a worker's steps, time), seconds."""
+    return time.thread_time(), time.perf_counter()
 
 
 def start(worker: Any) -> None:
@@ -138,7 +145,7 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
 def profile_rounds(
     llm: LLM, prompts: Sequence[list[int]], num_reqs: int, seconds: float, max_tokens: int
 ) -> dict[str, Any]:
-    """Profile `seconds` of `num_reqs` requests that decode together.
+    """Profile `seconds` of `num_reqs` requests that decode together, after as many unprofiled.
 
     A request that ends is replaced by the next prompt (they are taken again and again), so with few
     `max_tokens` steps with prefills are among the rounds.
@@ -147,7 +154,7 @@ def profile_rounds(
         llm: an engine with nothing to do.
         prompts: token ids, `num_reqs` or more.
         num_reqs: concurrency.
-        seconds: of recording.
+        seconds: of each stretch.
         max_tokens: output tokens of a request.
 
     """
@@ -174,12 +181,21 @@ def profile_rounds(
                 running.discard(output.request_id)
                 running.add(submit())
 
+    def steps() -> int:
+        """Steps in `seconds`."""
+        count, end = 0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            step()
+            count += 1
+        return count
+
     while len(started) < num_reqs:
         step()
+    before = llm.collective_rpc(clocks)[0]
+    count = steps()
+    host, wall = (b - a for a, b in zip(before, llm.collective_rpc(clocks)[0], strict=True))
     llm.collective_rpc(start)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        step()
+    steps()
     events = json.loads(llm.collective_rpc(stop)[0])
     engine.abort_request(list(running))
     while engine.has_unfinished_requests():
@@ -187,5 +203,10 @@ def profile_rounds(
     return {
         "concurrency": num_reqs,
         "max_tokens": max_tokens,
+        "unprofiled": {
+            "rounds": count,
+            "round_us": wall / count * 1e6,
+            "host_us": host / count * 1e6,
+        },
         **summarise((name, begin, end) for name, begin, end in events),
     }

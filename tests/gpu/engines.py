@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.engine import models
 from tests.engine.harness import PROMPTS
-from vllm_ddtree.testing.engine import Result, generate, open_engine, run_engine
+from vllm_ddtree.testing.engine import Result, generate, open_engine
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -159,16 +159,24 @@ def serve(pair: Pair, speculation: dict[str, Any], **engine: Any) -> Served:
 
 
 def gaps(pair: Pair, texts: Sequence[tuple[list[int], list[int]]], **engine: Any) -> list[float]:
-    """How far each token of the texts is below the target's own first choice there, in logits."""
+    """`read_gaps` of the distinct (prompt, text) in an engine of its own without speculation."""
+    keys = {**ENGINE, "enforce_eager": True, "max_model_len": 1280, **engine}
+    distinct = sorted({(tuple(prompt), tuple(text)) for prompt, text in texts})
+    with open_engine(pair.target, None, **keys) as llm:
+        return read_gaps(llm, [(list(prompt), list(text)) for prompt, text in distinct])
+
+
+def read_gaps(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> list[float]:
+    """How far each token of the texts is below the target's own first choice there, in logits.
+
+    texts are (prompt, text); the engine reads them as prompts.
+    """
     from vllm import SamplingParams
 
-    keys = {**ENGINE, "enforce_eager": True, "max_model_len": 1280, **engine}
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
-    distinct = sorted({(tuple(prompt), tuple(text)) for prompt, text in texts})
-    whole = [[*prompt, *text] for prompt, text in distinct]
-    judged = run_engine(pair.target, None, whole, params, **keys)
+    read = generate(llm, [[*prompt, *text] for prompt, text in texts], params)
     found = []
-    for output, (prompt, text) in zip(judged.outputs, distinct, strict=True):
+    for output, (prompt, text) in zip(read.outputs, texts, strict=True):
         assert output.prompt_logprobs is not None
         for place, token in enumerate(text, start=len(prompt)):
             choices = output.prompt_logprobs[place]
