@@ -6,8 +6,10 @@ Whatever is not built is refused here by name, never silently replaced.
 
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_ddtree import compat
@@ -101,6 +103,11 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8_CACHES):
         _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto or set it to fp8")
+    half = (spec.kv_cache_dtype or cache_dtype) in FP8_CACHES and model.dtype == torch.float16
+    if half and fa_utils.get_flash_attn_version() == 3:
+        # vLLM starts, and stops in its first step (vllm-flash-attn, hopper/flash_api.cpp).
+        what = "FlashAttention 3, on which the drafter runs, gives bfloat16 for an fp8 cache"
+        _refuse("--dtype", "float16", f"{what}; use bfloat16, or no --kv-cache-dtype")
     _check_token_budget(engine_args, vllm_config, spec)
     _plan_graphs(engine_args, vllm_config, spec)
 

@@ -277,6 +277,18 @@ def test_wrong_engines(more: dict[str, Any], parts: list[str]) -> None:
         assert part in message
 
 
+def test_float16_and_an_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends import fa_utils
+
+    half: dict[str, Any] = {"dtype": "float16", "kv_cache_dtype": "fp8"}
+    build(**half)
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda: 3)
+    message = refusal(lambda: build(**half))
+    assert "--dtype=float16" in message and "use bfloat16" in message
+    build({"kv_cache_dtype": "auto"}, **half)
+    build(dtype="bfloat16", kv_cache_dtype="fp8")
+
+
 @pytest.fixture
 def fresh_environment() -> Iterator[None]:
     """vLLM reads its variables once an engine has started; here they are read again."""
