@@ -37,7 +37,6 @@ class State:
             budget=BUDGET,
             depth=DEPTH,
             top_k=TOP_K,
-            block_size=DEPTH + 1,
             trees=TreeBuffers(SLOTS, BUDGET, device),
             rows=RowBuffers(128, SLOTS, BUDGET, device),
             path_rows=torch.zeros(SLOTS, DEPTH + 1, dtype=torch.int32),

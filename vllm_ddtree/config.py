@@ -68,13 +68,18 @@ class DDTreeConfig(SpeculativeConfig):
     auto_budget: bool = False
     """Whether the scheduler chooses the budget by measured cost and observed acceptance."""
     block_size: int = Field(default=2, ge=2)
-    """Query tokens of the draft forward (anchor and masks), from the drafter's config."""
+    """Query tokens (anchor and masks) that the drafter was trained for, from its config."""
+
+    @property
+    def reach(self) -> int:
+        """Deepest node that there can be: positions of the widest draft."""
+        return min(self.depth, self.budget)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """Draft queries a request beyond the one vLLM counts; independent of the budget."""
+        """Draft queries a request beyond the one vLLM counts."""
         own = super().max_num_new_slots_for_drafting
-        return own and self.block_size - 1
+        return own and self.reach
 
     def __repr__(self) -> str:
         budget = "auto" if self.auto_budget else self.budget

@@ -51,8 +51,8 @@ class Runtime:
 
     budget: int
     depth: int
+    """Deepest node that there can be: the depth limit, or the budget where that is smaller."""
     top_k: int
-    block_size: int
     trees: TreeBuffers
     rows: RowBuffers
     path_rows: torch.Tensor
@@ -71,11 +71,6 @@ class Runtime:
         """Rows of a request's tree: root and nodes."""
         return self.budget + 1
 
-    @property
-    def max_path(self) -> int:
-        """Rows of the longest path, root included."""
-        return min(self.depth, self.budget) + 1
-
 
 _runtimes: dict[int, Runtime] = {}
 
@@ -87,12 +82,11 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
     max_num_reqs, max_num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     runtime = Runtime(
         budget=spec.budget,
-        depth=spec.depth,
+        depth=spec.reach,
         top_k=spec.top_k,
-        block_size=spec.block_size,
         trees=TreeBuffers(max_num_reqs, spec.budget, device),
         rows=RowBuffers(max_num_tokens, max_num_reqs, spec.budget, device),
-        path_rows=torch.zeros(max_num_reqs, spec.depth + 1, dtype=torch.int32, device=device),
+        path_rows=torch.zeros(max_num_reqs, spec.reach + 1, dtype=torch.int32, device=device),
         path_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
         meter=Meter(spec.budget, device),
     )

@@ -78,6 +78,7 @@ def check_counters(counters: Counters, result: Result, depth: int, budget: int) 
     ("budget", "keys"),
     [
         (1, {}),
+        (3, {}),
         (5, {}),
         (7, {"top_k": 2}),
         (8, {"num_speculative_tokens": 3}),

@@ -121,6 +121,8 @@ class Trace:
         max_tokens = known if max_tokens is None else max_tokens
         if max_tokens > known:
             raise ValueError(f"max_tokens {max_tokens}, but only {known} output tokens are known")
+        if num_masks is None:
+            num_masks = min(depth or self.drafter.block_size - 1, budget)
         end = self.num_prompt_tokens + max_tokens
         if max_model_len is not None:
             end = min(end, max_model_len)
@@ -193,8 +195,9 @@ def replay(
         max_tokens: where the request ends; None: with `output_ids`.
         max_model_len: the engine's length limit: trees shrink near it.
         stop_token_ids: a request ends with the first of these.
-        num_masks: draft queries after the anchor; None: block_size - 1. vLLM's own method "dflash"
-            has `num_speculative_tokens` of them.
+        num_masks: draft queries after the anchor; None: as many as the tree can be deep, the
+            smaller of depth limit and budget. vLLM's own method "dflash" has
+            `num_speculative_tokens` of them.
 
     Returns:
         The rounds in order; 1 + the sum of their `emitted` is the number of output tokens.

@@ -190,7 +190,6 @@ class Bench:
             budget=law.budget,
             depth=depth,
             top_k=vocab,
-            block_size=depth + 1,
             trees=TreeBuffers(num_reqs, law.budget, self.device),
             rows=RowBuffers(num_reqs * rows, num_reqs, law.budget, self.device),
             path_rows=torch.zeros(num_reqs, depth + 1, dtype=torch.int32, device=device),

@@ -6,11 +6,13 @@ all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summ
 is its mean path probability times a correction, observed over predicted acceptance, by ranges of
 rows, in the rounds that verified them. Ranges that no round has verified lately take the correction
 of the range before. A chain's rows are the depths of the most probable path; their first correction
-is that of the trees.
+is that of the trees. Path probabilities are those of the widest drafts alone, which may be few of
+the rounds (proposer/widths.py).
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 
 from vllm_ddtree.budget.meter import ONE, Counts
 
@@ -23,7 +25,7 @@ CHAIN_PRIOR = 0.85
 PRIOR_ROUNDS = 50
 """Rounds that count as much as what was known before them."""
 FADE = 0.97
-"""Weight that is left, after a look at the meter that finds no new tree, of what was known: while
+"""Weight that is left, after a look at the meter that finds no new round, of what was known: while
 nothing is drafted it fades to the prior, so that drafting is tried again."""
 WINDOW = 4000
 """Rounds (of one request) over which counts are averaged."""
@@ -48,7 +50,7 @@ class Acceptance:
     def __init__(self, depth: int = 255) -> None:
         self._depth = depth
         self._last: Counts = []
-        self._trees = 0.0
+        self._trees = self._rounds = 0.0
 
     def update(self, counts: Counts) -> None:
         """Take the meter's counts since the engine's start (`Meter.read`)."""
@@ -60,13 +62,13 @@ class Acceptance:
             for rows in zip(counts, self._last, strict=True)
         ]
         self._last = counts
-        trees = new[0][0] / ONE
-        decay = math.exp(-trees / WINDOW) if trees else FADE
+        rounds = _rounds(new)
+        decay = math.exp(-rounds / WINDOW) if rounds else FADE
         self._sums = [
             [old * decay + more for old, more in zip(*rows, strict=True)]
             for rows in zip(self._sums, new, strict=True)
         ]
-        self._trees = self._sums[0][0] / ONE
+        self._trees, self._rounds = self._sums[0][0] / ONE, _rounds(self._sums)
 
     def expected(self, budget: int, chain: bool = False) -> float:
         """Accepted nodes a round of a tree, or of a chain, of `budget` nodes.
@@ -81,8 +83,13 @@ class Acceptance:
         if chain and claimed > 0.0:
             # No chain is better than the best tree of as many nodes.
             total = min(total, _corrected(self._sums[3:], budget, total / claimed)[0])
-        weight = self._trees / (self._trees + PRIOR_ROUNDS)
+        weight = self._rounds / (self._rounds + PRIOR_ROUNDS)
         return min(most, weight * total + (1.0 - weight) * before)
+
+
+def _rounds(counts: Sequence[Sequence[float]]) -> float:
+    """Rounds that counts are of: trees built, or rounds verified where those are more."""
+    return max(counts[0][0], counts[1][0] + counts[4][0]) / ONE
 
 
 def _corrected(sums: list[list[float]], budget: int, correction: float) -> tuple[float, float]:

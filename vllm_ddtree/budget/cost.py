@@ -121,7 +121,7 @@ def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
     # As after a verify step that accepted nothing.
     step = runner.model_state.runtime.step
     step.verified, step.has_plain_rows = True, False
-    compat.dummy_draft(runner, state, rows - 1)
+    compat.dummy_draft(runner, state, rows - 1, num_drafts=rows - 1)
 
 
 def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:

@@ -37,13 +37,14 @@ def dummy_step(
     return state, runner.model.compute_logits(state.hidden_states[: rows * num_reqs])
 
 
-def dummy_draft(runner: Any, state: Any, num_rejected: int) -> None:
+def dummy_draft(runner: Any, state: Any, num_rejected: int, num_drafts: int) -> None:
     """The draft after a dummy step in which every request accepted nothing.
 
     Args:
         runner: a GPUModelRunner.
         state: of the step.
         num_rejected: tokens of each request.
+        num_drafts: tokens of each request to draft.
 
     """
     batch = state.input_batch
@@ -61,6 +62,7 @@ def dummy_draft(runner: Any, state: Any, num_rejected: int) -> None:
         temperature=runner.sampler.sampling_states.temperature.gpu,
         seeds=runner.sampler.sampling_states.seeds.gpu,
         dummy_run=True,
+        num_speculative_tokens=num_drafts,
     )
 
 

@@ -16,7 +16,7 @@ RANKS_IN_LOG = 4
 
 def max_depth(speculative_config: Any) -> int:
     """The deepest node that a tree can have."""
-    return min(speculative_config.depth, speculative_config.budget)
+    return speculative_config.reach
 
 
 class TreeProm:

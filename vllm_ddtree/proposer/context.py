@@ -4,7 +4,7 @@
 vLLM's DFlash speculator (v1/worker/gpu/spec_decode/dflash/speculator.py) combines the target's
 auxiliary hidden states of every verified row and drops the last `num_rejected` rows of each
 request. Of a tree the path alone counts, depth + 1 rows at most: only these are handed on, so the
-drafter's work on its context does not grow with the budget.
+drafter's work on its context grows with the depth, not with the budget.
 """
 
 import copy
@@ -15,6 +15,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.runtime import Runtime
+from vllm_ddtree.tree.buffers import MAX_DEPTH
 
 
 class ContextRows:
@@ -76,8 +77,8 @@ class ContextRows:
             self.positions,
             self.sources,
             self.num_rejected,
-            ROWS=rows,
-            BLOCK=triton.next_power_of_2(rows),
+            rows,
+            BLOCK=MAX_DEPTH + 1,  # one kernel for all widths of the draft
             num_warps=1,
         )
         if out is None:
@@ -99,30 +100,30 @@ class ContextRows:
         return compact, [states], self.num_rejected[:num_reqs]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _context_rows_kernel(
     query_start_loc_ptr,  # [num_reqs + 1], of the verify batch
     num_rejected_ptr,  # [num_reqs]
     positions_ptr,  # [num_tokens], linear
     path_ptr,  # [num_tokens]
-    out_positions_ptr,  # [num_reqs * ROWS]
-    out_sources_ptr,  # [num_reqs * ROWS]
+    out_positions_ptr,  # [num_reqs * num_rows]
+    out_sources_ptr,  # [num_reqs * num_rows]
     out_num_rejected_ptr,  # [num_reqs]
-    ROWS: tl.constexpr,
+    num_rows,  # a request
     BLOCK: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
     start = tl.load(query_start_loc_ptr + req).to(tl.int64)
     end = tl.load(query_start_loc_ptr + req + 1).to(tl.int64)
     length = end - start - tl.load(num_rejected_ptr + req)
-    tl.store(out_num_rejected_ptr + req, (ROWS - length).to(tl.int32))
+    tl.store(out_num_rejected_ptr + req, (num_rows - length).to(tl.int32))
     j = tl.arange(0, BLOCK)
     on_path = j < length
     # Rows past the path are read by nobody, but must name a row there is.
     source = tl.load(path_ptr + start + j, mask=on_path, other=start)
     position = tl.load(positions_ptr + start + j, mask=on_path, other=0)
-    tl.store(out_sources_ptr + req * ROWS + j, source, mask=j < ROWS)
-    tl.store(out_positions_ptr + req * ROWS + j, position, mask=j < ROWS)
+    tl.store(out_sources_ptr + req * num_rows + j, source, mask=j < num_rows)
+    tl.store(out_positions_ptr + req * num_rows + j, position, mask=j < num_rows)
 
 
 def gather_states(

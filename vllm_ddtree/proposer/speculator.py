@@ -2,12 +2,14 @@
 """The DDTree proposer: vLLM's DFlash drafter, its log-probs grown into a tree.
 
 `DDTreeSpeculator` is vLLM's `DFlashSpeculator` (v1/worker/gpu/spec_decode/dflash/speculator.py)
-with two
-token counts instead of one: the draft forward has `block_size` query tokens a request whatever the
-budget, the verify step and with it the drafter's new context rows are `budget + 1`.
+with two token counts instead of one: the verify step has `budget + 1` tokens a request, the draft
+forward and the drafter's new context rows are as many as the tree can be deep, and one
+(`widths.py`).
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +20,18 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree import runtime
+from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.graphs.draft import DraftGraphManager
-from vllm_ddtree.proposer.context import ContextRows, gather_states
+from vllm_ddtree.proposer.context import gather_states
 from vllm_ddtree.proposer.head import Head, make_head
+from vllm_ddtree.proposer.widths import Width, draft_widths, fitting, make_widths
 from vllm_ddtree.tree.build import build_trees
 
 logger = init_logger("vllm.ddtree")
+
+WIDEST_EVERY = 16
+"""Drafts of `"budget": "auto"` of which one is of the widest width whatever the budget: only its
+trees have all the nodes by which larger budgets are estimated (budget/meter.py)."""
 
 
 def make_speculator(vllm_config: Any, device: torch.device) -> "DDTreeSpeculator":
@@ -44,65 +52,112 @@ def make_speculator(vllm_config: Any, device: torch.device) -> "DDTreeSpeculator
 
 
 def _draft_view(vllm_config: Any) -> Any:
-    """The configuration as the draft forward sees it: block_size - 1 masked queries."""
+    """The configuration as the draft forward sees it: a masked query a depth of the tree."""
     view = copy.copy(vllm_config)
     view.speculative_config = copy.copy(vllm_config.speculative_config)
-    view.speculative_config.num_speculative_tokens = view.speculative_config.block_size - 1
-    # The draft forward is the same for every budget.
+    view.speculative_config.num_speculative_tokens = view.speculative_config.reach
+    # Not a budget each, but a width (`DDTreeSpeculator.widths`).
     view.speculative_config.num_speculative_tokens_per_batch_size = None
     return view
 
 
 class DDTreeSpeculator(DFlashSpeculator):
-    """Drafts a block and grows the best tree of `budget` nodes from its log-probs."""
+    """Drafts a block and grows the best tree of `budget` nodes from its log-probs.
+
+    vLLM's parts take the size of a draft from `num_speculative_steps` and `num_query_per_req`, and
+    its graphs from `query_cudagraph_manager`: these three are the widest's but for the time of a
+    narrower draft. The buffers are the widest's; every width uses them from the beginning.
+    """
 
     _speculator_name = "DDTree"
     query_cudagraph_manager: Any
 
     def __init__(self, vllm_config: Any, device: torch.device, rt: runtime.Runtime) -> None:
-        # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.runtime = rt
-        self._schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        spec = vllm_config.speculative_config
+        self._schedule = spec.num_speculative_tokens_per_batch_size
         super().__init__(_draft_view(vllm_config), device)
         self.tree_tokens = torch.zeros(
             self.max_num_reqs, rt.budget, dtype=torch.int64, device=device
         )
-        shape = (self.max_num_reqs, rt.depth, rt.top_k)
-        self.log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.token_ids = torch.zeros(shape, dtype=torch.int64, device=device)
         self.tree_slots = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
-        self.context = ContextRows(self.max_num_reqs, rt.max_path, device)
+        budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
+        positions = draft_widths(rt.depth, TIERS if spec.auto_budget else budgets)
+        self.widths = make_widths(positions, self.max_num_reqs, rt.top_k, device)
+        """The widest first."""
+        self.width = self.widths[0]
+        """Of the draft in progress."""
+        self._drafts = 0
+        for width in self.widths:
+            setattr(self, width.manager, None)
         # Made by the first (profiling) run: not while weights load, or it would sleep with them.
         self.head: Head | None = None
 
-    def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        # A verify step leaves the rows of a path, whatever the budget.
-        return min(num_reqs * self.runtime.max_path, self.max_num_tokens)
+    @contextmanager
+    def _drafting(self, width: Width) -> Iterator[None]:
+        """Within, vLLM's draft is of this width."""
+        self._set_width(width)
+        try:
+            yield
+        finally:
+            self._set_width(self.widths[0])
+
+    def _set_width(self, width: Width) -> None:
+        self.width = width
+        self.num_speculative_steps = width.positions
+        self.num_query_per_req = width.positions + 1
+        self.query_cudagraph_manager = getattr(self, width.manager)
+
+    def _choose_width(self, num_nodes: int | None, dummy_run: bool) -> Width:
+        """The narrowest width for what the step has verified and for `num_nodes` to draft.
+
+        All ranks choose the same: it follows from the scheduler's steps.
+
+        Args:
+            num_nodes: nodes that the scheduler will verify; None: the most there can be.
+            dummy_run: whether nothing is drafted for a request.
+
+        """
+        rt = self.runtime
+        if num_nodes is None:
+            return self.widths[0]
+        if num_nodes > 0 and not dummy_run and self.speculative_config.auto_budget:
+            self._drafts += 1
+            if self._drafts % WIDEST_EVERY == 1:
+                return self.widths[0]
+        return fitting(self.widths, min(rt.depth, max(num_nodes, rt.step.max_verify_len - 1)))
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """DFlash's choice of mode, with capture sizes counted in draft blocks."""
+        """DFlash's choice of mode, with capture sizes counted in drafts of each width."""
         super().init_cudagraph_manager(cudagraph_mode)
-        manager: Any = self.query_cudagraph_manager
-        chosen = manager.cudagraph_mode
-        manager = DraftGraphManager(
-            self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
-        )
-        self.query_cudagraph_manager = manager
-        rt = self.runtime
+        chosen = self.query_cudagraph_manager.cudagraph_mode
+        for width in self.widths:
+            manager = DraftGraphManager(
+                self.vllm_config, self.device, chosen, decode_query_len=width.positions + 1
+            )
+            setattr(self, width.manager, manager)
+        self._set_width(self.widths[0])
+        rt, spec = self.runtime, self.speculative_config
         logger.info_once(
             "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
-            "attention=%s graphs=%s (verify %d tokens a request, draft %d, draft graphs %s)",
+            "attention=%s graphs=%s (verify %d tokens a request, draft %s, draft graphs %s)",
             self._budget_in_words(),
-            rt.depth,
+            spec.depth,
             rt.top_k,
-            rt.block_size,
+            spec.block_size,
             self.draft_model_config.model,
             rt.attention_form,
             cudagraph_mode.name,
             rt.num_rows,
-            rt.block_size,
+            "/".join(str(width.positions + 1) for width in self.widths),
             chosen.name,
         )
+
+    def capture(self) -> None:
+        """The graphs of each width, the widest first: the others fit in its memory."""
+        for width in self.widths:
+            with self._drafting(width):
+                super().capture()
 
     def _budget_in_words(self) -> str:
         """The budget of the start-up line: a number, a schedule, or auto."""
@@ -128,15 +183,13 @@ class DDTreeSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
-        rt, steps = self.runtime, self.num_speculative_steps
-        # [num_reqs, depth]: the first `depth` masked queries of each block.
-        rows = self.sample_indices[: num_reqs * steps].view(num_reqs, steps)[:, : rt.depth]
+        rt, width, steps = self.runtime, self.width, self.width.positions
         if self.head is None:
             self.head = make_head(self.model, self.max_num_reqs * rt.depth, rt.top_k, self.device)
-        log_probs, token_ids = self.log_probs[:num_reqs], self.token_ids[:num_reqs]
-        self.head.top_k(
-            hidden_states[rows.reshape(-1)], log_probs.flatten(0, 1), token_ids.flatten(0, 1)
-        )
+        # The masked queries.
+        rows = self.sample_indices[: num_reqs * steps]
+        log_probs, token_ids = width.log_probs[:num_reqs], width.token_ids[:num_reqs]
+        self.head.top_k(hidden_states[rows], log_probs.flatten(0, 1), token_ids.flatten(0, 1))
         # A padded or dummy request's rows are inert: -1.
         slots = self.tree_slots[:num_reqs]
         slots.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
@@ -146,8 +199,9 @@ class DDTreeSpeculator(DFlashSpeculator):
             slots,
             rt.trees,
             self.tree_tokens[:num_reqs],
-            rt.depth,
-            rt.meter.probabilities,
+            steps,
+            # Of narrower drafts the probabilities of larger trees are not known.
+            rt.meter.probabilities if width is self.widths[0] else None,
         )
 
     def _store_hidden_states(
@@ -194,30 +248,37 @@ class DDTreeSpeculator(DFlashSpeculator):
 
         """
         step = self.runtime.step
+        widths = [
+            self._choose_width(kwargs.get("num_speculative_tokens"), kwargs.get("dummy_run", False))
+        ]
+        if kwargs.get("skip_attn_for_dummy_run"):
+            widths = self.widths  # the profiling run: nothing is left to compile while serving
         if aux_hidden_states and step.verified and not step.as_chains:
             if step.has_plain_rows:
                 path = self.runtime.rows.path[: input_batch.num_tokens]
-                width = sum(states.shape[1] for states in aux_hidden_states)
-                gathered = aux_hidden_states[0].new_empty(path.shape[0], width)
+                size = sum(states.shape[1] for states in aux_hidden_states)
+                gathered = aux_hidden_states[0].new_empty(path.shape[0], size)
                 gather_states(aux_hidden_states, path, gathered)
                 aux_hidden_states = [gathered]
             else:
                 # Where the draft's graph reads them (vLLM 0.33; without graphs, a new tensor).
                 staging = getattr(self, "_aux_staging", None)
-                input_batch, aux_hidden_states, num_rejected = self.context.gather(
+                input_batch, aux_hidden_states, num_rejected = widths[0].context.gather(
                     self.runtime, input_batch, aux_hidden_states, num_rejected, staging
                 )
-        super().propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            *args,
-            **kwargs,
-        )
+        for width in widths:
+            with self._drafting(width):
+                super().propose(
+                    input_batch,
+                    attn_metadata,
+                    slot_mappings,
+                    last_hidden_states,
+                    aux_hidden_states,
+                    num_sampled,
+                    num_rejected,
+                    *args,
+                    **kwargs,
+                )
         step.verified = False
         self.runtime.meter.publish()
         return self.tree_tokens[: input_batch.num_reqs]

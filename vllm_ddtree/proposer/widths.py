@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many positions a draft has.
+
+A tree of n nodes is never deeper than n, so a draft for few nodes needs few masked queries, few
+log-probs and few context rows, as vLLM's own DFlash chain of n has them.
+
+A budget that changes while serving has a few widths. Whatever a width's CUDA graphs read belongs to
+that width, or is read from its beginning.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ddtree.proposer.context import ContextRows
+
+NARROW = (3, 7)
+"""Positions of drafts narrower than the widest, ascending. Each has CUDA graphs of its own."""
+
+
+def draft_widths(depth: int, budgets: Iterable[int]) -> list[int]:
+    """Positions of the drafts that an engine may make, the widest first.
+
+    Args:
+        depth: depth limit of its trees.
+        budgets: nodes that it may draft, one of them above 0.
+
+    """
+    reaches = {min(depth, budget) for budget in budgets if budget > 0}
+    widest = max(reaches)
+    sizes = [*(size for size in NARROW if size < widest), widest]
+    used = {next(size for size in sizes if size >= reach) for reach in reaches}
+    return sorted(used, reverse=True)
+
+
+@dataclass
+class Width:
+    """Drafts of P positions."""
+
+    positions: int
+    """P: masked queries a request, beside the anchor's."""
+    context: ContextRows
+    """Of P + 1 rows a request: the longest path of what such a draft may follow."""
+    log_probs: torch.Tensor
+    """[max_num_reqs, P, top_k] float32, contiguous."""
+    token_ids: torch.Tensor
+    """[max_num_reqs, P, top_k] int64, contiguous."""
+
+    @property
+    def manager(self) -> str:
+        """The speculator's attribute with the graphs of this width.
+
+        vLLM, which captures graphs to estimate their memory, drops the managers that it finds among
+        the attributes (v1/worker/gpu/cudagraph_utils.py, `profile_cudagraph_memory`).
+        """
+        return f"query_cudagraph_manager_{self.positions}"
+
+
+def make_widths(
+    positions: Iterable[int], max_num_reqs: int, top_k: int, device: torch.device
+) -> list[Width]:
+    """Widths that share one storage of candidates.
+
+    Args:
+        positions: of each, the widest first.
+        max_num_reqs: most requests in a batch.
+        top_k: candidates a position.
+        device: where the buffers are.
+
+    """
+    positions = list(positions)
+    size = max_num_reqs * positions[0] * top_k
+    log_probs = torch.zeros(size, dtype=torch.float32, device=device)
+    token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+
+    def first(values: torch.Tensor, width: int) -> torch.Tensor:
+        return values[: max_num_reqs * width * top_k].view(max_num_reqs, width, top_k)
+
+    return [
+        Width(
+            width,
+            ContextRows(max_num_reqs, width + 1, device),
+            first(log_probs, width),
+            first(token_ids, width),
+        )
+        for width in positions
+    ]
+
+
+def fitting(widths: list[Width], needed: int) -> Width:
+    """The narrowest width of at least `needed` positions."""
+    return next(width for width in reversed(widths) if width.positions >= needed)
