@@ -22,15 +22,17 @@ class Rounds:
         self.counts: Counts = [[0] * size for _ in range(6)]
         self.random = random.Random(0)
 
-    def verify(self, budget: int, rounds: int, chain: bool = False) -> Counts:
+    def verify(self, budget: int, rounds: int, chain: bool = False, every: int = 1) -> Counts:
+        """Rounds of a budget; of the drafts one in `every` is of the widest width."""
         verified, share = (3, self.spine) if chain else (0, 1.0)
-        for _ in range(rounds):
+        for i in range(rounds):
             for row in range(self.size):
                 claims = int(self.claim[row] * ONE), int(self.claim[row] * self.spine * ONE)
                 if row == 0:
                     claims = ONE, ONE
-                self.counts[0][row] += claims[0]
-                self.counts[3][row] += claims[1]
+                if i % every == 0:
+                    self.counts[0][row] += claims[0]
+                    self.counts[3][row] += claims[1]
                 if row <= budget:
                     self.counts[verified + 1][row] += claims[chain]
                     if row == 0 or self.random.random() < share * self.truth[row]:
@@ -112,6 +114,22 @@ def test_old_rounds_fade() -> None:
     for _ in range(10):
         acceptance.update(good.verify(7, 2000))
     assert acceptance.expected(7) < 0.5
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_few_of_the_drafts_are_wide(chain: bool) -> None:
+    """Larger budgets are known from these, and the window is as long as if all were."""
+    estimates = []
+    for every in (1, 16):
+        rounds = Rounds(64, [1.0] + [0.6] * 63, [1.0] + [0.6] * 63)
+        acceptance = Acceptance()
+        acceptance.update(rounds.verify(7, 6000, chain, every))
+        assert acceptance.expected(63) == pytest.approx(63 * 0.6, rel=0.05)
+        rounds.claim = rounds.truth = [1.0] + [0.1] * 63
+        acceptance.update(rounds.verify(7, 6000, chain, every))
+        estimates.append([acceptance.expected(n, chain) for n in (3, 7)])
+        estimates[-1].append(acceptance.expected(63))
+    assert estimates[1] == pytest.approx(estimates[0], rel=0.05)
 
 
 def test_few_rounds_decide_little() -> None:

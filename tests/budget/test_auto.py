@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.budget.test_acceptance import Rounds
+from vllm_ddtree.budget import cost
 from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
 from vllm_ddtree.budget.cost import Costs, measurable
@@ -267,6 +269,39 @@ def test_watch_leaves_mixed_steps_and_pauses_out() -> None:
     ):
         watch.step(output(lengths, drafts), 1.0 + 0.02 * step)
     assert auto.costs.round_ms(15, 2) == measured
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_measured_round_drafts_as_a_served_one(
+    monkeypatch: pytest.MonkeyPatch, chain: bool
+) -> None:
+    """The draft has the width that rounds of as many nodes get."""
+    asked: list[dict[str, Any]] = []
+    step = SimpleNamespace(verified=False, has_plain_rows=True)
+    sampling = SimpleNamespace(
+        temperature=SimpleNamespace(gpu=None), seeds=SimpleNamespace(gpu=None)
+    )
+    runner = SimpleNamespace(
+        device="cpu",
+        model_state=SimpleNamespace(runtime=SimpleNamespace(step=step)),
+        req_states=SimpleNamespace(last_sampled_tokens=None, next_prefill_tokens=None),
+        sampler=SimpleNamespace(sampling_states=sampling),
+        speculator=SimpleNamespace(propose=lambda **keys: asked.append(keys)),
+    )
+    state = SimpleNamespace(
+        input_batch=SimpleNamespace(num_reqs=2),
+        attn_metadata=None,
+        slot_mappings_by_layer=None,
+        hidden_states=None,
+        aux_hidden_states=None,
+    )
+    monkeypatch.setattr(cost.compat, "dummy_step", lambda *args: (state, torch.zeros(2, 5)))
+    cost._round(runner, 1, 2, chain)
+    assert not asked
+    cost._round(runner, 8, 2, chain)
+    (keys,) = asked
+    assert keys["dummy_run"] and keys["num_speculative_tokens"] == 7
+    assert keys["num_rejected"].tolist() == [7, 7] and keys["num_sampled"].tolist() == [1, 1]
 
 
 def test_attach_passes_outputs_on() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "keep_async",
     "open_engine",
     "run_engine",
+    "watch_widths",
 ]
 
 # Python code of different lengths; one token, and one that fills several KV blocks, among them.
@@ -127,3 +129,33 @@ def keep_async(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_config.scheduler_config.async_scheduling = True
 
     monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(keep))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One draft of an engine."""
+
+    nodes: int
+    """To verify in the next step, of each request."""
+    verified: int
+    """Of the longest tree that the step verified."""
+    positions: int
+    """Its width."""
+
+
+def watch_widths(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+    """Every draft from now on, dummy ones left out; grows while engines serve."""
+    from vllm_ddtree.proposer.speculator import DDTreeSpeculator
+
+    drafts: list[Draft] = []
+    choose = DDTreeSpeculator._choose_width
+
+    def chosen(self: Any, num_nodes: int | None, dummy_run: bool) -> Any:
+        width = choose(self, num_nodes, dummy_run)
+        if num_nodes is not None and not dummy_run:
+            verified = max(0, self.runtime.step.max_verify_len - 1)
+            drafts.append(Draft(num_nodes, verified, width.positions))
+        return width
+
+    monkeypatch.setattr(DDTreeSpeculator, "_choose_width", chosen)
+    return drafts

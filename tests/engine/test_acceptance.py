@@ -8,13 +8,28 @@ that another row overwrote: those only make fewer tokens be accepted.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 
 from tests.conftest import Pair
-from tests.engine.harness import PROMPTS, Counters, Result, ddtree, greedy, run_engine
+from tests.engine.harness import (
+    PROMPTS,
+    Counters,
+    Result,
+    ddtree,
+    generate,
+    greedy,
+    open_engine,
+    run_engine,
+    watch_widths,
+)
+from tests.engine.known import model_runner
 from tests.oracle import Drafter, Round, Target, Trace, acceptance_length
+from vllm_ddtree.budget import auto, cost
+from vllm_ddtree.budget.meter import ONE
+from vllm_ddtree.proposer import speculator
 
 # KV blocks end inside drafts and trees; the third request ends at the length limit, in mid-tree.
 MAX_MODEL_LEN = 136
@@ -126,3 +141,66 @@ def test_a_tree_accepts_more_than_the_chain(pair: Pair) -> None:
     ]
     tree = [r for trace in traces(pair)[:3] for r in trace.replay(budget=31, top_k=16)]
     assert acceptance_length(tree) > acceptance_length(chain)
+
+
+def test_rounds_of_changing_widths(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that changes at every step: each draft has the positions it needs, and each round
+    accepts what the oracle accepts of such drafts. The meter counts the trees of the widest."""
+    every = 5
+    monkeypatch.setattr(speculator, "WIDEST_EVERY", every)
+    costs = cost.Costs({(budget + 1, 2): 10.0 for budget in auto.TIERS})
+    monkeypatch.setattr(cost, "measure", lambda worker: costs)
+    order = itertools.cycle([3, 3, 1, 7, 3, 0, 15, 1, 3, 5, 3])
+    monkeypatch.setattr(auto.AutoBudget, "__getitem__", lambda self, num_reqs: next(order))
+    spec = {"method": "ddtree", "model": str(nano_pair.drafter), "budget": "auto"}
+    # One of them ends at the length limit.
+    requests = list(zip(traces(nano_pair), REQUESTS, strict=True))[:3:2]
+    drafts = watch_widths(monkeypatch)
+    with open_engine(
+        nano_pair.target,
+        spec,
+        max_model_len=MAX_MODEL_LEN,
+        per_request_spec_decode_metrics="detailed",
+        **ENGINE,
+    ) as llm:
+        meter = model_runner(llm).model_state.runtime.meter
+        before = int(meter.counts[0, 0])
+        result = generate(
+            llm, [r[0] for _, r in requests], [greedy(r[1], **r[2]) for _, r in requests]
+        )
+        trees = (int(meter.counts[0, 0]) - before) // ONE
+    turn = 0
+    for draft in drafts:
+        turn += draft.nodes > 0
+        widest = draft.nodes > 0 and turn % every == 1
+        narrow = max(draft.nodes, draft.verified) <= 3 and not widest
+        assert draft.positions == (3 if narrow else 7), draft
+    expected_trees = 0
+    for (trace, _), output in zip(requests, result.outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        known = trace.tokens[trace.num_prompt_tokens :]
+        assert tokens == known[: len(tokens)]
+        position = trace.num_prompt_tokens
+        end = position + len(tokens)
+        rounds: list[Round] = []
+        for draft in drafts:
+            expected_trees += draft.positions == 7
+            if position + 1 == end:
+                break
+            if draft.nodes == 0:
+                position += 1
+                continue
+            found = trace.round(
+                position,
+                end,
+                budget=draft.nodes,
+                top_k=16,
+                max_model_len=MAX_MODEL_LEN,
+                num_masks=draft.positions,
+            )
+            position += found.emitted
+            rounds += [found] if found.num_nodes else []
+        metrics = output.outputs[0].spec_decode_metrics
+        assert metrics.per_step_accepted == [r.accepted for r in rounds]
+        assert metrics.per_step_drafted == [r.num_nodes for r in rounds]
+    assert trees == expected_trees

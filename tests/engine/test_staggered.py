@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Pair
-from tests.engine.harness import PROMPTS, greedy, keep_async, open_engine
+from tests.engine.harness import PROMPTS, greedy, keep_async, open_engine, watch_widths
 from vllm_ddtree.budget import auto, cost
 from vllm_ddtree.budget.meter import Counts
 
@@ -63,18 +63,26 @@ def plain(pair: Pair) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "widths"),
     [
-        {"budget_per_batch_size": [[1, 1, 0], [2, 2, 9], [3, 3, 1], [4, 4, 0], [5, 8, 5]]},
-        {"budget": 3, "top_k": 1, "num_speculative_tokens": 1},
+        (
+            {"budget_per_batch_size": [[1, 1, 0], [2, 2, 9], [3, 3, 1], [4, 4, 0], [5, 8, 5]]},
+            {7, 3},
+        ),
+        ({"budget": 3, "top_k": 1, "num_speculative_tokens": 1}, {1}),
     ],
     ids=["none in between", "depth 1"],
 )
-def test_schedules(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]) -> None:
+def test_schedules(
+    nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], widths: set[int]
+) -> None:
     keep_async(monkeypatch)
+    drafts = watch_widths(monkeypatch)
     config = {"method": "ddtree", "model": str(nano_pair.drafter), **spec}
     with open_engine(nano_pair.target, config, **ENGINE) as llm:
         assert serve(llm) == plain(nano_pair)
+    assert {draft.positions for draft in drafts} == widths
+    assert all(d.positions >= min(max(d.nodes, d.verified), max(widths)) for d in drafts)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -107,6 +115,7 @@ def test_auto_on_a_live_engine(
         updates.append(counts)
         update(self, counts)
 
+    drafts = watch_widths(monkeypatch)
     monkeypatch.setattr(cost, "measure", measured)
     monkeypatch.setattr(auto, "READ_EVERY", 8)
     monkeypatch.setattr(auto.AutoBudget, "__getitem__", choose)
@@ -115,4 +124,5 @@ def test_auto_on_a_live_engine(
     with open_engine(nano_pair.target, config, **ENGINE) as llm:
         assert serve(llm) == plain(nano_pair)
     assert used == set(BUDGETS)
+    assert {draft.positions for draft in drafts} == {7, 3}
     assert updates and updates[-1][0][0] > 0 and sum(updates[-1][1]) > 0

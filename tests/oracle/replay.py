@@ -104,6 +104,49 @@ class Trace:
             )
         return self._logits[key]
 
+    def round(
+        self,
+        position: int,
+        end: int,
+        *,
+        budget: int,
+        top_k: int,
+        depth: int | None = None,
+        chain: bool = False,
+        max_model_len: int | None = None,
+        num_masks: int | None = None,
+    ) -> Round:
+        """The round whose root is at `position`, of a request that ends before `end`."""
+        if num_masks is None:
+            num_masks = min(depth or self.drafter.block_size - 1, budget)
+        logits = self.draft(position, num_masks, max_model_len)
+        log_probs, ids = candidates(logits, top_k)
+        tree = build_tree(log_probs.numpy(), ids.numpy(), budget, depth, chain)
+        tokens = [self.tokens[position], *(int(t) for t in tree.tokens[1:])]
+        parents = [int(p) for p in tree.parents]
+        depths = [int(d) for d in tree.depths]
+        num_nodes = len(parents) - 1
+        if max_model_len is not None:
+            # vLLM's scheduler: no row beyond max_model_len - 2, the last rows go.
+            num_nodes = min(num_nodes, max_model_len - 2 - position)
+        # Only rows on the true path are ever looked at: the choice there is the true token.
+        # Rows beyond `num_nodes` are not verified; -1 is nobody's token.
+        choices = [
+            self.tokens[position + 1 + d] if position + 1 + d < len(self.tokens) else -1
+            for d in depths
+        ]
+        rows, _ = accepted_path(tree, np.array(choices))
+        accepted = sum(0 < row <= num_nodes for row in rows)
+        return Round(
+            position=position,
+            accepted=accepted,
+            emitted=min(accepted + 1, end - position - 1),
+            num_nodes=num_nodes,
+            tokens=tuple(tokens[: num_nodes + 1]),
+            parents=tuple(parents[: num_nodes + 1]),
+            complete=position + 1 + accepted < len(self.tokens),
+        )
+
     def replay(
         self,
         *,
@@ -121,8 +164,6 @@ class Trace:
         max_tokens = known if max_tokens is None else max_tokens
         if max_tokens > known:
             raise ValueError(f"max_tokens {max_tokens}, but only {known} output tokens are known")
-        if num_masks is None:
-            num_masks = min(depth or self.drafter.block_size - 1, budget)
         end = self.num_prompt_tokens + max_tokens
         if max_model_len is not None:
             end = min(end, max_model_len)
@@ -134,37 +175,18 @@ class Trace:
         # The prompt's last row gave the first output token without a tree: the first root.
         position = self.num_prompt_tokens
         while position + 1 < end:
-            logits = self.draft(position, num_masks, max_model_len)
-            log_probs, ids = candidates(logits, top_k)
-            tree = build_tree(log_probs.numpy(), ids.numpy(), budget, depth, chain)
-            tokens = [self.tokens[position], *(int(t) for t in tree.tokens[1:])]
-            parents = [int(p) for p in tree.parents]
-            depths = [int(d) for d in tree.depths]
-            num_nodes = len(parents) - 1
-            if max_model_len is not None:
-                # vLLM's scheduler: no row beyond max_model_len - 2, the last rows go.
-                num_nodes = min(num_nodes, max_model_len - 2 - position)
-            # Only rows on the true path are ever looked at: the choice there is the true token.
-            # Rows beyond `num_nodes` are not verified; -1 is nobody's token.
-            choices = [
-                self.tokens[position + 1 + d] if position + 1 + d < len(self.tokens) else -1
-                for d in depths
-            ]
-            rows, _ = accepted_path(tree, np.array(choices))
-            accepted = sum(0 < row <= num_nodes for row in rows)
-            emitted = min(accepted + 1, end - position - 1)
-            rounds.append(
-                Round(
-                    position=position,
-                    accepted=accepted,
-                    emitted=emitted,
-                    num_nodes=num_nodes,
-                    tokens=tuple(tokens[: num_nodes + 1]),
-                    parents=tuple(parents[: num_nodes + 1]),
-                    complete=position + 1 + accepted < len(self.tokens),
-                )
+            found = self.round(
+                position,
+                end,
+                budget=budget,
+                top_k=top_k,
+                depth=depth,
+                chain=chain,
+                max_model_len=max_model_len,
+                num_masks=num_masks,
             )
-            position += emitted
+            rounds.append(found)
+            position += found.emitted
         return rounds
 
 
