@@ -68,9 +68,10 @@ def requests() -> tuple[list[str], list[SamplingParams]]:
     return prompts, params
 
 
-def spec(pair: Pair, budget: int | str) -> dict[str, Any]:
-    """speculative_config."""
-    return {"method": "ddtree", "model": str(pair.drafter), "budget": budget}
+def spec(pair: Pair, budget: int | str | list[list[int]]) -> dict[str, Any]:
+    """speculative_config; of a list it is the budget per batch size."""
+    key = "budget_per_batch_size" if isinstance(budget, list) else "budget"
+    return {"method": "ddtree", "model": str(pair.drafter), key: budget}
 
 
 def qwen3_moe(folder: Path) -> Pair:
@@ -93,6 +94,8 @@ class Served:
     result: Result
     replays: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Verify steps that were graphs, by (requests in the graph, requests running)."""
+    drafts: Counter[int] = field(default_factory=Counter)
+    """Drafts that were graphs, by query tokens a request."""
     compiled: list[str] = field(default_factory=list)
     """Our kernels that were compiled while serving."""
     used: float = 0.0
@@ -144,6 +147,25 @@ def count_replays(llm: LLM) -> Counter[tuple[int, int]]:
     return counts
 
 
+def count_drafts(llm: LLM) -> Counter[int]:
+    """Counts the draft's graphs from now on, by query tokens a request."""
+    drafter = llm.collective_rpc(lambda worker: worker.model_runner.speculator)[0]
+    counts: Counter[int] = Counter()
+
+    def watch(manager: Any) -> None:
+        run = manager.run_fullgraph
+
+        def count(desc: Any) -> Any:
+            counts[desc.num_tokens // desc.num_reqs] += 1
+            return run(desc)
+
+        manager.run_fullgraph = count
+
+    for width in drafter.widths:
+        watch(getattr(drafter, width.manager))
+    return counts
+
+
 def serve(pair: Pair, speculation: dict[str, Any], **engine: Any) -> Served:
     """The mix through an engine of its own."""
     import torch
@@ -151,11 +173,11 @@ def serve(pair: Pair, speculation: dict[str, Any], **engine: Any) -> Served:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     with open_engine(pair.target, speculation, **{**ENGINE, **engine}) as llm:
-        replays = count_replays(llm)
+        replays, drafts = count_replays(llm), count_drafts(llm)
         with kernels_compiled() as compiled:
             result = generate(llm, *requests())
         left, _ = torch.cuda.mem_get_info()
-    return Served(result, replays, compiled, (free - left) / total)
+    return Served(result, replays, drafts, compiled, (free - left) / total)
 
 
 def gaps(pair: Pair, texts: Sequence[tuple[list[int], list[int]]], **engine: Any) -> list[float]:

@@ -17,7 +17,7 @@ from tests.gpu.engines import GRAPHS, Served, check_gaps, gaps, serve, spec
 SHARE = 0.15
 """gpu_memory_utilization of the engine that sizes its own KV cache."""
 # name -> (budget, engine arguments, whether whole verify steps are graphs)
-MODES: dict[str, tuple[int | str, dict[str, Any], bool]] = {
+MODES: dict[str, tuple[int | str | list[list[int]], dict[str, Any], bool]] = {
     "default": (15, {}, True),
     "piecewise": (15, {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, False),
     "full": (31, {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}, True),
@@ -33,6 +33,8 @@ MODES: dict[str, tuple[int | str, dict[str, Any], bool]] = {
         },
         True,
     ),
+    # As many widths of the draft as there can be.
+    "schedule": ([[1, 2, 15], [3, 4, 7], [5, 6, 3]], GRAPHS, True),
     "eager": (31, {"enforce_eager": True}, False),
     "auto": (
         "auto",
@@ -66,7 +68,7 @@ def run_of(runs: Runs, mode: str) -> Served:
 def test_served(runs: Runs, mode: str) -> None:
     run = run_of(runs, mode)
     counters = run.result.counters
-    print(mode, counters.acceptance_length, dict(run.replays))
+    print(mode, counters.acceptance_length, dict(run.replays), dict(run.drafts))
     assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
     for output in run.result.outputs:
         assert output.outputs[0].finish_reason == "length"
@@ -81,6 +83,11 @@ def test_batches_between_captured_sizes(runs: Runs) -> None:
     assert {graph for graph, _ in run.replays} <= {1, 2, 6}
     assert {(6, 3), (6, 4), (6, 5)} & set(run.replays), "no padded batch"
     assert max(running for _, running in run.replays) <= 6
+
+
+def test_drafts_of_each_width_are_graphs(runs: Runs) -> None:
+    assert set(run_of(runs, "schedule").drafts) == {16, 8, 4}
+    assert set(run_of(runs, "default").drafts) == {16}
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
