@@ -10,7 +10,7 @@ import torch
 from vllm_ddtree.attention import latent
 from vllm_ddtree.attention import latent_prefix as latent_prefix_module
 from vllm_ddtree.attention import latent_tail as latent_tail_module
-from vllm_ddtree.attention.latent import Tail, latent_attention
+from vllm_ddtree.attention.latent import Tail, latent_attention, triton_prefix_pass
 from vllm_ddtree.attention.latent_prefix import (
     latent_prefix,
     latent_segments,
@@ -222,6 +222,24 @@ def test_many_segments_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     tails = [tree_tail(batch, 9)]
     assert latent_segments(2, 36, 16, 12) == 2
     assert_close(run(batch, 64, tails), expected_output(batch, 64, tails))
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_the_prefix_is_not_rounded(monkeypatch: pytest.MonkeyPatch, segments: int) -> None:
+    """It is merged with the tail first, in however many segments it comes."""
+    monkeypatch.setattr(latent, "latent_segments", lambda *_: segments)
+    batch = latent_batch([tree(70, 9)])
+    query, cache = batch.query.half(), batch.k_cache[:, :, 0].half()
+
+    def prefix(dtype: torch.dtype) -> torch.Tensor:
+        latents, rope = query.to(dtype).split([64, 16], dim=-1)
+        tail, table = tree_tail(batch, 9), batch.block_table
+        return triton_prefix_pass(latents, rope, cache.to(dtype), table, tail, batch.scale)[0]
+
+    half = prefix(torch.float16)
+    assert half.shape == (segments, 9, 4, 64) and half.dtype == torch.float32
+    assert (half != half.half()).any()
+    torch.testing.assert_close(half, prefix(torch.float32), rtol=5e-3, atol=5e-3)
 
 
 def test_segments_fill_a_gpu_once() -> None:

@@ -60,7 +60,7 @@ class TreeFlashMLAImpl(FlashMLAImpl):
         decode, length = attn_metadata.decode, attn_metadata.uniform_len
         table = decode.block_table
         if not length:
-            return triton_prefix_pass(query, query_rope, cache, table, tail, out, self.scale)
+            return triton_prefix_pass(query, query_rope, cache, table, tail, self.scale)
         num_reqs = table.shape[0]
         rows = slice(num_reqs * length)
         prefix_out, lse = flash_mla_with_kvcache(

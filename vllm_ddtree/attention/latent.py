@@ -104,9 +104,7 @@ def latent_attention(
     cache_scale   float32, one element: what the numbers of an fp8 cache are multiplied by
     """
     if prefix_pass is None:
-        prefix = triton_prefix_pass(
-            query, query_rope, cache, block_table, tail, out, scale, cache_scale
-        )
+        prefix = triton_prefix_pass(query, query_rope, cache, block_table, tail, scale, cache_scale)
     else:
         prefix = prefix_pass(tail, out)
     latent_tail(
@@ -132,20 +130,20 @@ def triton_prefix_pass(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     tail: Tail,
-    out: torch.Tensor,
     scale: float,
     cache_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `PrefixPass` of our own kernel; arguments as those of `latent_attention`."""
-    num_reqs, packed = block_table.shape[0], tail.max_len * query.shape[1]
-    block_m = tile_rows(packed, cache.shape[-1] * query.element_size(), out.device)
-    segments = latent_segments(num_reqs, packed, block_m, num_sms(out.device))
+    """The `PrefixPass` of our own kernel; arguments as those of `latent_attention`.
+
+    Its output is float32, so that it is rounded once, with the tail, as in vLLM's decode kernel.
+    """
+    rows, heads, rank = query.shape
+    num_reqs, packed = block_table.shape[0], tail.max_len * heads
+    block_m = tile_rows(packed, cache.shape[-1] * query.element_size(), query.device)
+    segments = latent_segments(num_reqs, packed, block_m, num_sms(query.device))
     # Inside a FULL graph these come from the graph's own pool.
-    if segments == 1:
-        prefix_out = out.unsqueeze(0)
-    else:
-        prefix_out = out.new_empty(segments, *out.shape, dtype=torch.float32)
-    prefix_lse = out.new_empty(segments, out.shape[1], out.shape[0], dtype=torch.float32)
+    prefix_out = query.new_empty(segments, rows, heads, rank, dtype=torch.float32)
+    prefix_lse = query.new_empty(segments, heads, rows, dtype=torch.float32)
     latent_prefix(
         query,
         query_rope,
