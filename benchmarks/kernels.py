@@ -93,7 +93,7 @@ def make_cases(
     The cases must run in order at least once: trees, then rows, then the others.
     """
     s, num_rows, total = sizes, budget + 1, batch * (budget + 1)
-    depth, top_k = s.depth, min(s.top_k, budget)
+    depth, top_k = min(s.depth, budget), min(s.top_k, budget)
     torch.manual_seed(0)
 
     def ints(values: list[int] | torch.Tensor, kind: torch.dtype = torch.int32) -> torch.Tensor:
@@ -142,7 +142,7 @@ def make_cases(
     num_sampled = torch.empty(batch, dtype=torch.int32, device=device)
     path_rows = torch.zeros(batch, depth + 1, dtype=torch.int32, device=device)
     path_lens = torch.zeros(batch, dtype=torch.int32, device=device)
-    length = min(8, depth, budget)  # of 7 accepted tokens: usual at budget 31 and more
+    length = min(8, depth)  # of 7 accepted tokens: usual at budget 31 and more
     spread = torch.arange(length) * max(1, budget // max(1, length - 1))
     moved = ints(spread.clamp(max=budget)).repeat(batch, 1)
     kept = ints(torch.arange(length)).repeat(batch, 1)
@@ -155,7 +155,7 @@ def make_cases(
 
     meter = Meter(budget, torch.device(device))
     no_chain = torch.zeros(batch, dtype=torch.int32, device=device)
-    context = ContextRows(batch, min(depth, budget) + 1, torch.device(device))
+    context = ContextRows(batch, depth + 1, torch.device(device))
     target_logits = torch.randn(total, s.vocab, device=device, dtype=dtype)
     row_slots = slots.repeat_interleave(num_rows)
     temperature = torch.ones(batch, device=device)

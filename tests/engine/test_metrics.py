@@ -68,10 +68,12 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         before, _ = read(llm)
         assert not any(before.values())
 
-        def run(*params: Any) -> tuple[dict[tuple[str, ...], int], Tally[tuple[str, ...]]]:
+        def run(
+            *params: Any, prompts: list[str] = PROMPTS
+        ) -> tuple[dict[tuple[str, ...], int], Tally[tuple[str, ...]]]:
             """Rounds by (form, reason) of requests that run at once, and all counts."""
             nonlocal before
-            result = generate(llm, PROMPTS[: len(params)], list(params))
+            result = generate(llm, prompts[: len(params)], list(params))
             now, budget = read(llm)
             counts, before = now - before, now
             steps = [output.outputs[0].spec_decode_metrics for output in result.outputs]
@@ -88,7 +90,8 @@ def test_metrics(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
         assert rounds.keys() == {("chain", "sampling parameters")}
         assert counts["nodes_drafted",] == DEPTH * sum(rounds.values())
         assert counts["accepted_per_rank", "0"] == total(counts, "accepted_per_rank") > 0
-        rounds, _ = run(greedy(LENGTH), greedy(LENGTH))
+        # Of the same text, so that they end in the same step.
+        rounds, _ = run(greedy(LENGTH), greedy(LENGTH), prompts=PROMPTS[:1] * 2)
         assert rounds.keys() == {("chain", "one node")}
         rounds, _ = run(*[greedy(LENGTH)] * 3)
         assert rounds == {("none", "budget 0"): 3 * (LENGTH - 1)}
