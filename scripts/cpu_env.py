@@ -158,7 +158,7 @@ def main() -> None:
         if is_complete(key):
             return
         COMPLETE.unlink(missing_ok=True)
-        print(f"Setting up {VENV.name}/ (once; about two minutes, 3.5 GB)", flush=True)
+        print(f"Setting up {VENV.name}/ (once; about three minutes, 3.5 GB)", flush=True)
         build()
         COMPLETE.write_text(key + "\n")
 

@@ -100,14 +100,19 @@ def _bad(key: Any, value: Any, fix: str) -> ValueError:
     return ValueError(f"speculative_config: {name}={value!r} is not valid for method ddtree: {fix}")
 
 
-def _whole(keys: dict[str, Any], key: str, low: int, high: int, default: int | None) -> int | None:
-    """A whole number between low and high, or the default when the key is absent."""
+def _whole(
+    keys: dict[str, Any], key: str, low: int, high: int, default: int | None, most: str = ""
+) -> int | None:
+    """A whole number between low and high, or the default when the key is absent.
+
+    `high` stands in the error as a number, unless `most` says it in words.
+    """
     value = keys.get(key)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         also = ', or "auto"' if key == "budget" else ""
-        raise _bad(key, value, f"give a whole number from {low} to {high}{also}")
+        raise _bad(key, value, f"give a whole number from {low} to {most or high}{also}")
     return value
 
 
@@ -267,7 +272,8 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
         budget = max(nodes for _, _, nodes in schedule)
     assert budget is not None
     top_k = _whole(keys, "top_k", 1, MAX_TOP_K, DEFAULT_TOP_K)
-    depth = _whole(keys, "num_speculative_tokens", 1, MAX_BLOCK_SIZE - 1, None)
+    most = "the drafter's block_size - 1"
+    depth = _whole(keys, "num_speculative_tokens", 1, MAX_BLOCK_SIZE - 1, None, most)
     assert top_k is not None
     model = keys.get("model")
     if not isinstance(model, str) or not model:
