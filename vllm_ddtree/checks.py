@@ -208,7 +208,7 @@ def _check_token_budget(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) 
         budget, lower = f"budget=auto (up to {spec.budget})", "set budget to a number"
     # vLLM 0.32 takes the draft's slots off every request's share of a batch.
     slots = spec.max_num_new_slots_for_drafting
-    needed = rows + slots
+    needed = max(rows + slots, spec.block_size)
     if tokens < needed:
         raise ValueError(
             f"--max-num-batched-tokens={tokens} is too small for method ddtree with "
@@ -225,16 +225,15 @@ def _check_token_budget(engine_args: Any, vllm_config: Any, spec: DDTreeConfig) 
                 f"{rows} tokens a step; leave it out, raise it to at least {rows} or {lower}"
             )
     # The draft forward of a full batch runs in buffers of max_num_batched_tokens.
-    queries = spec.reach + 1
-    fitting = tokens // queries
+    fitting = tokens // spec.block_size
     if hasattr(scheduler, "max_num_active_seqs"):
         # vLLM has lowered it as if every request drafted its lookahead, budget + 1 tokens.
         asked = engine_args.max_num_active_seqs or scheduler.max_num_seqs
         scheduler.max_num_active_seqs = min(asked, fitting)
     elif scheduler.max_num_seqs > fitting:
         raise ValueError(
-            f"--max-num-seqs={scheduler.max_num_seqs} needs {scheduler.max_num_seqs * queries} "
-            f"draft tokens a step ({queries} a request with {budget}), more than "
-            f"--max-num-batched-tokens={tokens}: raise it to at least "
-            f"{scheduler.max_num_seqs * queries} or lower --max-num-seqs to {fitting}"
+            f"--max-num-seqs={scheduler.max_num_seqs} with the drafter's "
+            f"block_size={spec.block_size} needs {scheduler.max_num_seqs * spec.block_size} draft "
+            f"tokens a step, more than --max-num-batched-tokens={tokens}: raise it to at least "
+            f"{scheduler.max_num_seqs * spec.block_size} or lower --max-num-seqs to {fitting}"
         )

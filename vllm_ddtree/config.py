@@ -68,18 +68,18 @@ class DDTreeConfig(SpeculativeConfig):
     auto_budget: bool = False
     """Whether the scheduler chooses the budget by measured cost and observed acceptance."""
     block_size: int = Field(default=2, ge=2)
-    """Query tokens (anchor and masks) that the drafter was trained for, from its config."""
+    """Query tokens of the draft forward (anchor and masks), from the drafter's config."""
 
     @property
     def reach(self) -> int:
-        """Deepest node that there can be: positions of the widest draft."""
+        """Deepest node that there can be: draft positions that are looked at."""
         return min(self.depth, self.budget)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """Draft queries a request beyond the one vLLM counts."""
+        """Draft queries a request beyond the one vLLM counts; independent of the budget."""
         own = super().max_num_new_slots_for_drafting
-        return own and self.reach
+        return own and self.block_size - 1
 
     def __repr__(self) -> str:
         budget = "auto" if self.auto_budget else self.budget

@@ -196,7 +196,6 @@ def test_rounds_of_changing_widths(nano_pair: Pair, monkeypatch: pytest.MonkeyPa
                 budget=draft.nodes,
                 top_k=16,
                 max_model_len=MAX_MODEL_LEN,
-                num_masks=draft.positions,
             )
             position += found.emitted
             rounds += [found] if found.num_nodes else []

@@ -77,10 +77,10 @@ def test_values(keys: dict[str, Any], expected: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 5, 7, 8, 31])
-def test_lookahead_covers_tree_and_draft(budget: int) -> None:
+def test_lookahead_covers_tree_and_draft_block(budget: int) -> None:
     config = build({"budget": budget})
+    assert config.num_lookahead_tokens == max(budget + 1, 8)
     assert config.speculative_config.reach == min(budget, 7)
-    assert config.num_lookahead_tokens == budget + 1  # not fewer than the draft's queries
 
 
 def test_dflash_keys_keep_their_meaning() -> None:

@@ -142,6 +142,7 @@ def test_engines_one_after_another(without: dict[str, Any]) -> None:
 
 def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is replaced calls vLLM's own function for every configuration that is not DDTree's."""
+    from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.metrics.loggers import StatLoggerManager
     from vllm.v1.spec_decode.metrics import SpecDecodingProm
@@ -173,6 +174,8 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not hasattr(original, "_vllm_ddtree_original"), name  # never wrapped twice
         assert hook.__name__ == original.__name__ == name
         assert original.__module__.startswith("vllm.")
+    lookahead = VllmConfig.num_lookahead_tokens.fget
+    assert not hasattr(lookahead._vllm_ddtree_original, "_vllm_ddtree_original")
 
     class Other:
         speculative_config = None

@@ -95,7 +95,7 @@ class Served:
     replays: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Verify steps that were graphs, by (requests in the graph, requests running)."""
     drafts: Counter[int] = field(default_factory=Counter)
-    """Drafts that were graphs, by query tokens a request."""
+    """Drafts that were graphs, by positions looked at."""
     compiled: list[str] = field(default_factory=list)
     """Our kernels that were compiled while serving."""
     used: float = 0.0
@@ -148,21 +148,21 @@ def count_replays(llm: LLM) -> Counter[tuple[int, int]]:
 
 
 def count_drafts(llm: LLM) -> Counter[int]:
-    """Counts the draft's graphs from now on, by query tokens a request."""
+    """Counts the draft's graphs from now on, by positions looked at."""
     drafter = llm.collective_rpc(lambda worker: worker.model_runner.speculator)[0]
     counts: Counter[int] = Counter()
 
-    def watch(manager: Any) -> None:
+    def watch(manager: Any, positions: int) -> None:
         run = manager.run_fullgraph
 
         def count(desc: Any) -> Any:
-            counts[desc.num_tokens // desc.num_reqs] += 1
+            counts[positions] += 1
             return run(desc)
 
         manager.run_fullgraph = count
 
     for width in drafter.widths:
-        watch(getattr(drafter, width.manager))
+        watch(getattr(drafter, width.manager), width.positions)
     return counts
 
 

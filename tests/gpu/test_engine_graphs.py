@@ -86,8 +86,8 @@ def test_batches_between_captured_sizes(runs: Runs) -> None:
 
 
 def test_drafts_of_each_width_are_graphs(runs: Runs) -> None:
-    assert set(run_of(runs, "schedule").drafts) == {16, 8, 4}
-    assert set(run_of(runs, "default").drafts) == {16}
+    assert set(run_of(runs, "schedule").drafts) == {15, 7, 3}
+    assert set(run_of(runs, "default").drafts) == {15}
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])

@@ -25,17 +25,17 @@ def test_request_counts(limit: int) -> None:
     assert counts[0] == 1 and counts[-1] == limit
 
 
-@pytest.mark.parametrize("num_queries", [2, 4, 8, 10, 16, 32])
+@pytest.mark.parametrize("block_size", [2, 8, 10, 16, 32])
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 64, 1024])
-def test_draft_sizes_are_whole_requests(num_queries: int, max_num_seqs: int) -> None:
-    sizes = draft_sizes(num_queries, max_num_seqs, 8192, [32, 512])
-    assert all(size % num_queries == 0 for size in sizes)
-    assert sizes[0] == num_queries
-    assert sizes[-1] <= min(max_num_seqs * num_queries, MAX_DRAFT_TOKENS)
+def test_draft_sizes_are_whole_blocks(block_size: int, max_num_seqs: int) -> None:
+    sizes = draft_sizes(block_size, max_num_seqs, 8192, [32, 512])
+    assert all(size % block_size == 0 for size in sizes)
+    assert sizes[0] == block_size
+    assert sizes[-1] <= min(max_num_seqs * block_size, MAX_DRAFT_TOKENS)
     # Every batch below the largest has a graph that is at most twice its size.
-    for num_reqs in range(1, sizes[-1] // num_queries + 1):
-        fitting = min(size for size in sizes if size >= num_reqs * num_queries)
-        assert fitting <= max(2 * num_reqs, num_reqs + 15) * num_queries
+    for num_reqs in range(1, sizes[-1] // block_size + 1):
+        fitting = min(size for size in sizes if size >= num_reqs * block_size)
+        assert fitting <= max(2 * num_reqs, num_reqs + 15) * block_size
 
 
 def test_draft_follows_the_verify_step() -> None:

@@ -118,7 +118,7 @@ class Trace:
     ) -> Round:
         """The round whose root is at `position`, of a request that ends before `end`."""
         if num_masks is None:
-            num_masks = min(depth or self.drafter.block_size - 1, budget)
+            num_masks = self.drafter.block_size - 1
         logits = self.draft(position, num_masks, max_model_len)
         log_probs, ids = candidates(logits, top_k)
         tree = build_tree(log_probs.numpy(), ids.numpy(), budget, depth, chain)
@@ -217,9 +217,8 @@ def replay(
         max_tokens: where the request ends; None: with `output_ids`.
         max_model_len: the engine's length limit: trees shrink near it.
         stop_token_ids: a request ends with the first of these.
-        num_masks: draft queries after the anchor; None: as many as the tree can be deep, the
-            smaller of depth limit and budget. vLLM's own method "dflash" has
-            `num_speculative_tokens` of them.
+        num_masks: draft queries after the anchor; None: block_size - 1. vLLM's own method "dflash"
+            has `num_speculative_tokens` of them.
 
     Returns:
         The rounds in order; 1 + the sum of their `emitted` is the number of output tokens.

@@ -116,8 +116,6 @@ class Graphs:
         self.seen.append(
             (
                 drafts.width.positions,
-                drafts.num_speculative_steps,
-                drafts.num_query_per_req,
                 drafts._num_graph_context_tokens(2),
             )
         )
@@ -138,9 +136,9 @@ def test_graphs_of_each_width_are_captured() -> None:
     drafts._group_causal = False
     drafts.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     drafts.capture()
-    assert seen == [(15, 15, 16, 32), (7, 7, 8, 16), (3, 3, 4, 8)]
+    assert seen == [(15, 32), (7, 16), (3, 8)]
     # Between drafts vLLM sees the widest.
-    assert (drafts.num_speculative_steps, drafts.num_query_per_req) == (15, 16)
+    assert drafts.width is drafts.widths[0]
     assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15
 
 
@@ -161,7 +159,7 @@ def test_each_width_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None)
     scheduler = SimpleNamespace(max_num_seqs=NUM_REQS, max_num_batched_tokens=8192)
     drafts = made(False, [15, 7, 3])
-    drafts.device = DEVICE
+    drafts.device, drafts.num_query_per_req = DEVICE, 16
     spec = drafts.speculative_config
     spec.depth, spec.block_size, spec.budget = 15, 16, 31
     spec.uses_dynamic_speculative_decoding = lambda: False
@@ -185,7 +183,7 @@ def test_each_width_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15
     for width in drafts.widths:
         manager = getattr(drafts, width.manager)
-        queries = width.positions + 1
+        queries = 16  # the whole block, whatever is looked at
         manager._graphs_captured = True
         for num_reqs, graph in ((1, 1), (3, 4), (17, 24), (NUM_REQS, NUM_REQS)):
             desc = manager.dispatch(num_reqs, num_reqs * queries, queries, 0)

@@ -29,6 +29,7 @@ def hook_engine_args(
         ValueError.
 
     """
+    from vllm.config.vllm import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +83,17 @@ def hook_engine_args(
 
         return add
 
+    def num_lookahead_tokens(original: Callable[[Any], int]) -> Callable[[Any], int]:
+        def lookahead(self: Any) -> int:
+            if is_ddtree(self.speculative_config):
+                # vLLM reserves num_speculative_tokens + 1 = budget + 1; the draft block may be
+                # longer.
+                return max(original(self), self.speculative_config.block_size)
+            return original(self)
+
+        return lookahead
+
     replace(EngineArgs, "create_speculative_config", create_speculative_config)
     replace(EngineArgs, "create_engine_config", create_engine_config)
     replace(EngineArgs, "add_cli_args", add_cli_args)
+    replace(VllmConfig, "num_lookahead_tokens", num_lookahead_tokens)

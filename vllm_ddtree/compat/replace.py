@@ -15,7 +15,9 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = owner.__dict__[name]
     target: Any = original
     wrap: Callable[[Any], Any] = lambda function: function  # noqa: E731
-    if isinstance(original, staticmethod):
+    if isinstance(original, property):
+        target, wrap = original.fget, property
+    elif isinstance(original, staticmethod):
         target, wrap = original.__func__, staticmethod
     if hasattr(target, _MARK):
         return

@@ -12,7 +12,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils": (
         "EngineArgs: create_speculative_config create_engine_config add_cli_args",
     ),
-    "vllm.config.vllm": ("VllmConfig: use_v2_model_runner",),
+    "vllm.config.vllm": ("VllmConfig: num_lookahead_tokens use_v2_model_runner",),
     "vllm.config.speculative": ("SpeculativeConfig: max_num_new_slots_for_drafting",),
     # Engine core and scheduler.
     "vllm.v1.engine.core": ("EngineCore: __init__",),
@@ -105,7 +105,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "DraftModelSpeculator: input_buffers",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
-        "DFlashSpeculator: _generate_draft _run_model capture",
+        "DFlashSpeculator: _generate_draft _run_model _num_graph_context_tokens capture",
         "DFlashSpeculator: init_cudagraph_manager propose num_query_per_req",
         "DFlashSpeculator: query_cudagraph_manager sample_idx_mapping sample_indices",
     ),

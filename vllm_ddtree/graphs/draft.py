@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of the draft forward, sized in drafts of one width."""
+"""CUDA graphs of the draft forward, sized in draft blocks."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from vllm_ddtree.graphs.sizes import draft_sizes
 class DraftGraphManager(DFlashCudaGraphManager):
     """vLLM's DFlash graph manager with capture sizes of its own.
 
-    vLLM rounds the verify step's sizes to whole drafts, so that a draft batch above the
+    vLLM rounds the verify step's sizes to whole draft blocks, so that a draft batch above the
     verify step's token ceiling runs without a graph even where the verify step, with fewer nodes,
     has one.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which batches get a CUDA graph, counted in requests.
 
-Draft and verify have different token counts a request (its positions + 1, budget + 1). Each has a
-plan of its own, so that neither leaves holes in the other.
+Draft and verify have different token counts a request (block size, budget + 1). Each has a plan
+of its own, so that neither leaves holes in the other.
 """
 
 MAX_VERIFY_TOKENS = 2048
@@ -24,14 +24,14 @@ def request_counts(limit: int) -> list[int]:
 
 
 def draft_sizes(
-    num_queries: int, max_num_seqs: int, max_num_batched_tokens: int, verify_sizes: list[int]
+    block_size: int, max_num_seqs: int, max_num_batched_tokens: int, verify_sizes: list[int]
 ) -> list[int]:
-    """Capture sizes of the draft forward, in tokens, each a whole number of requests.
+    """Capture sizes of the draft forward, in tokens, each a whole number of blocks.
 
     No batch above `MAX_DRAFT_TOKENS` is captured, unless the verify step's own ceiling is higher.
 
     Args:
-        num_queries: query tokens a request.
+        block_size: query tokens a request.
         max_num_seqs: most requests in a batch.
         max_num_batched_tokens: size of the draft's input buffers, tokens.
         verify_sizes: capture sizes of the verify step, tokens.
@@ -43,8 +43,8 @@ def draft_sizes(
     if not verify_sizes:
         return []
     tokens = min(max_num_batched_tokens, max(MAX_DRAFT_TOKENS, *verify_sizes))
-    limit = min(max_num_seqs, tokens // num_queries)
-    return [n * num_queries for n in request_counts(limit)]
+    limit = min(max_num_seqs, tokens // block_size)
+    return [n * block_size for n in request_counts(limit)]
 
 
 def auto_sizes(largest: int, rows: list[int], limit: int) -> list[int]:

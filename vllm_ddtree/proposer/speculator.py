@@ -2,9 +2,9 @@
 """The DDTree proposer: vLLM's DFlash drafter, its log-probs grown into a tree.
 
 `DDTreeSpeculator` is vLLM's `DFlashSpeculator` (v1/worker/gpu/spec_decode/dflash/speculator.py)
-with two token counts instead of one: the verify step has `budget + 1` tokens a request, the draft
-forward and the drafter's new context rows are as many as the tree can be deep, and one
-(`widths.py`).
+with three token counts instead of one: the draft forward has `block_size` query tokens a request
+whatever the budget, the verify step `budget + 1`, and the positions that are looked at, and with
+them the drafter's new context rows, are as many as the tree can be deep (`widths.py`).
 """
 
 import copy
@@ -52,11 +52,11 @@ def make_speculator(vllm_config: Any, device: torch.device) -> "DDTreeSpeculator
 
 
 def _draft_view(vllm_config: Any) -> Any:
-    """The configuration as the draft forward sees it: a masked query a depth of the tree."""
+    """The configuration as the draft forward sees it: block_size - 1 masked queries."""
     view = copy.copy(vllm_config)
     view.speculative_config = copy.copy(vllm_config.speculative_config)
-    view.speculative_config.num_speculative_tokens = view.speculative_config.reach
-    # Not a budget each, but a width (`DDTreeSpeculator.widths`).
+    view.speculative_config.num_speculative_tokens = view.speculative_config.block_size - 1
+    # The draft forward is the same for every budget.
     view.speculative_config.num_speculative_tokens_per_batch_size = None
     return view
 
@@ -64,9 +64,9 @@ def _draft_view(vllm_config: Any) -> Any:
 class DDTreeSpeculator(DFlashSpeculator):
     """Drafts a block and grows the best tree of `budget` nodes from its log-probs.
 
-    vLLM's parts take the size of a draft from `num_speculative_steps` and `num_query_per_req`, and
-    its graphs from `query_cudagraph_manager`: these three are the widest's but for the time of a
-    narrower draft. The buffers are the widest's; every width uses them from the beginning.
+    What a draft computes of its block, and the context rows it takes, are its width. vLLM's parts
+    take the graphs from `query_cudagraph_manager`, which is the widest's but for the time of a
+    narrower draft.
     """
 
     _speculator_name = "DDTree"
@@ -76,22 +76,28 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.runtime = rt
         spec = vllm_config.speculative_config
         self._schedule = spec.num_speculative_tokens_per_batch_size
+        budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
+        positions = draft_widths(rt.depth, TIERS if spec.auto_budget else budgets)
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
+        self.widths = make_widths(positions, max_num_reqs, rt.top_k, device)
+        """The widest first."""
+        self.width = self.widths[0]
+        """Of the draft in progress."""
         super().__init__(_draft_view(vllm_config), device)
         self.tree_tokens = torch.zeros(
             self.max_num_reqs, rt.budget, dtype=torch.int64, device=device
         )
         self.tree_slots = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
-        budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
-        positions = draft_widths(rt.depth, TIERS if spec.auto_budget else budgets)
-        self.widths = make_widths(positions, self.max_num_reqs, rt.top_k, device)
-        """The widest first."""
-        self.width = self.widths[0]
-        """Of the draft in progress."""
         self._drafts = 0
         for width in self.widths:
             setattr(self, width.manager, None)
         # Made by the first (profiling) run: not while weights load, or it would sleep with them.
         self.head: Head | None = None
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        # A verify step leaves the rows of a path, whatever the budget.
+        return min(num_reqs * self.width.context.rows, self.max_num_tokens)
 
     @contextmanager
     def _drafting(self, width: Width) -> Iterator[None]:
@@ -104,8 +110,6 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def _set_width(self, width: Width) -> None:
         self.width = width
-        self.num_speculative_steps = width.positions
-        self.num_query_per_req = width.positions + 1
         self.query_cudagraph_manager = getattr(self, width.manager)
 
     def _choose_width(self, num_nodes: int | None, dummy_run: bool) -> Width:
@@ -133,14 +137,15 @@ class DDTreeSpeculator(DFlashSpeculator):
         chosen = self.query_cudagraph_manager.cudagraph_mode
         for width in self.widths:
             manager = DraftGraphManager(
-                self.vllm_config, self.device, chosen, decode_query_len=width.positions + 1
+                self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
             )
             setattr(self, width.manager, manager)
         self._set_width(self.widths[0])
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
             "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
-            "attention=%s graphs=%s (verify %d tokens a request, draft %s, draft graphs %s)",
+            "attention=%s graphs=%s (verify %d tokens a request, draft %d, "
+            "%s positions of it, draft graphs %s)",
             self._budget_in_words(),
             spec.depth,
             rt.top_k,
@@ -149,7 +154,8 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.attention_form,
             cudagraph_mode.name,
             rt.num_rows,
-            "/".join(str(width.positions + 1) for width in self.widths),
+            spec.block_size,
+            "/".join(str(width.positions) for width in self.widths),
             chosen.name,
         )
 
@@ -183,13 +189,15 @@ class DDTreeSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
-        rt, width, steps = self.runtime, self.width, self.width.positions
+        rt, width, steps = self.runtime, self.width, self.num_speculative_steps
         if self.head is None:
             self.head = make_head(self.model, self.max_num_reqs * rt.depth, rt.top_k, self.device)
-        # The masked queries.
-        rows = self.sample_indices[: num_reqs * steps]
+        # The first masked queries of each block.
+        rows = self.sample_indices[: num_reqs * steps].view(num_reqs, steps)[:, : width.positions]
         log_probs, token_ids = width.log_probs[:num_reqs], width.token_ids[:num_reqs]
-        self.head.top_k(hidden_states[rows], log_probs.flatten(0, 1), token_ids.flatten(0, 1))
+        self.head.top_k(
+            hidden_states[rows.reshape(-1)], log_probs.flatten(0, 1), token_ids.flatten(0, 1)
+        )
         # A padded or dummy request's rows are inert: -1.
         slots = self.tree_slots[:num_reqs]
         slots.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
@@ -199,7 +207,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             slots,
             rt.trees,
             self.tree_tokens[:num_reqs],
-            steps,
+            width.positions,
             # Of narrower drafts the probabilities of larger trees are not known.
             rt.meter.probabilities if width is self.widths[0] else None,
         )

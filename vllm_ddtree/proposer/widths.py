@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many positions a draft has.
+"""How many positions of a draft are looked at.
 
-A tree of n nodes is never deeper than n, so a draft for few nodes needs few masked queries, few
-log-probs and few context rows, as vLLM's own DFlash chain of n has them.
+A tree of n nodes is never deeper than n, so a draft for few nodes needs few positions' log-probs
+and few context rows. The draft forward itself always has the drafter's whole block: with fewer
+masks than it was trained with a drafter may know much less.
 
 A budget that changes while serving has a few widths. Whatever a width's CUDA graphs read belongs to
 that width, or is read from its beginning.
@@ -39,7 +40,7 @@ class Width:
     """Drafts of P positions."""
 
     positions: int
-    """P: masked queries a request, beside the anchor's."""
+    """P: masked queries whose log-probs are computed, the first ones of each block."""
     context: ContextRows
     """Of P + 1 rows a request: the longest path of what such a draft may follow."""
     log_probs: torch.Tensor
