@@ -101,18 +101,17 @@ def _bad(key: Any, value: Any, fix: str) -> ValueError:
 
 
 def _whole(
-    keys: dict[str, Any], key: str, low: int, high: int, default: int | None, most: str = ""
+    keys: dict[str, Any], key: str, low: int, high: int, default: int | None, also: str = ""
 ) -> int | None:
     """A whole number between low and high, or the default when the key is absent.
 
-    `high` stands in the error as a number, unless `most` says it in words.
+    `also` ends the error.
     """
     value = keys.get(key)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        also = ', or "auto"' if key == "budget" else ""
-        raise _bad(key, value, f"give a whole number from {low} to {most or high}{also}")
+        raise _bad(key, value, f"give a whole number from {low} to {high}{also}")
     return value
 
 
@@ -261,7 +260,7 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     auto = keys.get("budget") == "auto" or (keys.get("budget") is None and schedule is None)
     if auto:
         keys.pop("budget", None)
-    budget = _whole(keys, "budget", 1, MAX_BUDGET, None)
+    budget = _whole(keys, "budget", 1, MAX_BUDGET, None, ', or "auto"')
     if schedule is not None:
         if auto or budget is not None:
             given = "auto" if auto else budget
@@ -272,8 +271,6 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
         budget = max(nodes for _, _, nodes in schedule)
     assert budget is not None
     top_k = _whole(keys, "top_k", 1, MAX_TOP_K, DEFAULT_TOP_K)
-    most = "the drafter's block_size - 1"
-    depth = _whole(keys, "num_speculative_tokens", 1, MAX_BLOCK_SIZE - 1, None, most)
     assert top_k is not None
     model = keys.get("model")
     if not isinstance(model, str) or not model:
@@ -293,14 +290,11 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     except (ValidationError, OSError) as error:
         raise _refused_by_vllm(error, {**rest, "model": model}) from error
     built.block_size = _check_drafter(built)
-    if depth is not None and depth >= built.block_size:
-        raise _bad(
-            "num_speculative_tokens",
-            depth,
-            f"the draft depth is at most {built.block_size - 1}, the drafter's block_size - 1; "
-            "the number of nodes is set by budget",
-        )
-    built.depth = depth if depth is not None else built.block_size - 1
+    most = built.block_size - 1
+    also = ", the drafter's block_size - 1: it limits the depth, budget sets the number of nodes"
+    depth = _whole(keys, "num_speculative_tokens", 1, most, most, also)
+    assert depth is not None
+    built.depth = depth
     # A node is among the budget best only if its rank is below the budget.
     built.top_k = min(top_k, budget, built.draft_model_config.get_vocab_size())
     return built

@@ -9,6 +9,7 @@ import torch
 
 from tests.attention.fp8_cases import PER_HEAD, PER_TENSOR, layer_of, quantise, round_to_fp8
 from tests.attention.tree_cases import Batch, backend_metadata, make_batch, reference_output, tree
+from tests.gpu.forward import run
 from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
 from vllm_ddtree.attention.latent import Tail
 from vllm_ddtree.attention.reference import latent_attention_reference
@@ -44,18 +45,8 @@ def forward(
     cache = torch.cat([stored.k_cache.view(torch.uint8), stored.v_cache.view(torch.uint8)], dim=-1)
     cache = cache.transpose(1, 2).contiguous()
     output = torch.empty(stored.query.shape, dtype=torch.bfloat16)
-    layer = layer_of(scales)
-
-    def run() -> None:
-        impl.forward(layer, stored.query, stored.key, stored.value, cache, metadata, output)
-
-    run()
-    if in_graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        output.fill_(float("nan"))
-        graph.replay()
+    arguments = layer_of(scales), stored.query, stored.key, stored.value, cache, metadata, output
+    run(lambda: impl.forward(*arguments), output, in_graph)
     return output
 
 
