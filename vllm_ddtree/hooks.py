@@ -27,6 +27,7 @@ def install() -> None:
         _captured,
         _before_step,
     )
+    compat.hook_capture(is_ddtree)
     compat.hook_requests(is_ddtree, _check_request)
     compat.hook_metrics(is_ddtree, _make_metrics, _max_depth)
     if _checks():

@@ -27,6 +27,9 @@ if torch.cuda.get_device_capability() < (8, 9):
 
 # Of two tokens' log-probs: rounding moves them by less, unless plain decoding shows more.
 NEAR_TIE = 0.3
+# The same with fp8 weights: what another order of attention's sums, of plain decoding too, moves at
+# least (benchmarks/results/cpu-rounding; in bfloat16 0.125).
+FP8_WEIGHTS_TIE = 0.5
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 1024,
@@ -41,11 +44,11 @@ ENGINE: dict[str, Any] = {
 
 
 @functools.cache
-def code_of(target: Path) -> list[list[int]]:
+def code_of(target: Path, count: int = 8) -> list[list[int]]:
     import transformers
 
-    prompts = read_prompts(8, 64, transformers.AutoTokenizer.from_pretrained(target))
-    assert len(prompts) == 8
+    prompts = read_prompts(count, 64, transformers.AutoTokenizer.from_pretrained(target))
+    assert len(prompts) == count
     return prompts
 
 
@@ -80,6 +83,7 @@ def assert_plain_decoding(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[list[int]],
     other: dict[str, Any] | None = None,
+    near_tie: float = NEAR_TIE,
     **engine: Any,
 ) -> None:
     """The texts are the target's own, but for what rounding does.
@@ -102,7 +106,7 @@ def assert_plain_decoding(
         others = sum(gap > 0 for gap in found)
         print(f"  {name}: {others} of {len(found)}, {fmean(found)}, {max(found)}")
     assert fmean(ours) <= 1.5 * fmean(theirs) + 0.001
-    assert max(ours) <= max(NEAR_TIE, 1.5 * max(theirs))
+    assert max(ours) <= max(near_tie, 1.5 * max(theirs))
 
 
 @functools.cache
@@ -141,13 +145,13 @@ def test_fp8_cache_of_latents(tmp_path: Path) -> None:
 def test_fp8_weights(small_pair: Pair) -> None:
     """Of the target alone, with one activation scale a token: rows do not depend on each other.
 
-    Any other order of attention's sums moves many more choices than in bfloat16
-    (benchmarks/rounding.py), so the yardstick is plain decoding with another attention kernel.
+    Any other order of attention's sums moves many more choices than in bfloat16, and further, so
+    the yardstick is plain decoding with another attention kernel.
     """
-    prompts = code_of(small_pair.target)
+    prompts = code_of(small_pair.target, 16)
     engine = {**ENGINE, "quantization": "fp8_per_channel", "attention_backend": "FLASH_ATTN"}
     other = {"attention_backend": "TRITON_ATTN"}
     result = run_ddtree(small_pair, 31, prompts, 384, torch.bfloat16, **engine)
-    assert_plain_decoding(small_pair, prompts, result.token_ids, other, **engine)
+    assert_plain_decoding(small_pair, prompts, result.token_ids, other, FP8_WEIGHTS_TIE, **engine)
     # The drafter was trained for the weights before they were rounded.
     assert result.counters.acceptance_length > 0.7 * acceptance_with_bfloat16(small_pair)

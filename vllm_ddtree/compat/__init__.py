@@ -7,9 +7,10 @@ Everything of vLLM that is replaced, or used although it is not a public interfa
 - `check()` proves, without importing the heavy modules, that every seam is there (at `register()`).
 - `hook_engine_args()` replaces the entry points through which a configuration is made (light).
 - `hook_runner()` replaces the two factories of Model Runner V2 and what its steps and graphs begin
-  with, `hook_outputs()` and `hook_metrics()` the places that statistics pass, `hook_sleep()` a
-  worker's sleep, `hook_checks()` the end of a step. They run only in a process in which a DDTree
-  configuration exists, so that an installed plugin changes nothing for other methods.
+  with, `hook_capture()` the stream of these graphs, `hook_outputs()` and `hook_metrics()` the places
+  that statistics pass, `hook_sleep()` a worker's sleep, `hook_checks()` the end of a step. They run
+  only in a process in which a DDTree configuration exists, so that an installed plugin changes
+  nothing for other methods.
 - The rest is what the plugin calls of vLLM by private names.
 
 Every replacement calls the original for a configuration that is not DDTree's. vLLM's modules are
@@ -20,7 +21,7 @@ from vllm_ddtree.compat.attention import plans_ahead, reserve_mla_workspace, tar
 from vllm_ddtree.compat.drafter import aux_layers, mask_token_id
 from vllm_ddtree.compat.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.compat.engine_args import hook_engine_args
-from vllm_ddtree.compat.graphs import capture_apart, estimates_memory, full_graphs
+from vllm_ddtree.compat.graphs import capture_apart, estimates_memory, full_graphs, hook_capture
 from vllm_ddtree.compat.metrics import hook_metrics, hook_outputs, new_spec_decoding_stats
 from vllm_ddtree.compat.requests import hook_requests, request_limits
 from vllm_ddtree.compat.runner import hook_checks, hook_runner
@@ -41,6 +42,7 @@ __all__ = [
     "dummy_step",
     "estimates_memory",
     "full_graphs",
+    "hook_capture",
     "hook_checks",
     "hook_engine_args",
     "hook_metrics",

@@ -63,7 +63,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "sort_batch_req_ids",
         "GPUModelRunner: sample execute_model get_draft_model sample_tokens get_model",
         "GPUModelRunner: execute_model_state cudagraph_manager input_buffers model",
-        "GPUModelRunner: model_state req_states sampler speculator",
+        "GPUModelRunner: model_state req_states sampler speculator capture_model",
         "ExecuteModelState: input_batch attn_metadata slot_mappings_by_layer hidden_states",
         "ExecuteModelState: aux_hidden_states",
     ),
@@ -85,6 +85,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.buffer_utils": ("UvaBackedTensor: np copy_to_uva gpu",),
     "vllm.v1.worker.gpu.cudagraph_utils": (
         "build_dynamic_sd_schedule_lookup",
+        "graph_capture",
         "CudaGraphManager: _init_candidates run_fullgraph graphs _capture_descs",
         "CudaGraphManager: _max_full_descs_to_capture",
         "ModelCudaGraphManager: capture",
