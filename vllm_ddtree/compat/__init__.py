@@ -7,7 +7,7 @@ Everything of vLLM that is replaced, or used although it is not a public interfa
 - `check()` proves, without importing the heavy modules, that every seam is there (at `register()`).
 - `hook_engine_args()` replaces the entry points through which a configuration is made (light).
 - `hook_runner()` replaces the two factories of Model Runner V2 and what its steps and graphs begin
-  with, `hook_capture()` the stream of these graphs, `hook_outputs()` and `hook_metrics()` the places
+  with, `hook_capture()` the stream of these graphs, `hook_outputs()` and `hook_metrics()` places
   that statistics pass, `hook_sleep()` a worker's sleep, `hook_checks()` the end of a step. They run
   only in a process in which a DDTree configuration exists, so that an installed plugin changes
   nothing for other methods.
