@@ -86,23 +86,27 @@ def test_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
 
 
-def round_weights(folder: Path) -> None:
-    """Weights of every linear layer to int8, one scale an output channel (compressed-tensors)."""
+def round_weights(folder: Path, dtype: torch.dtype) -> None:
+    """Weights of every linear layer to 8 bits, one scale an output channel (compressed-tensors)."""
     path = folder / "model.safetensors"
+    largest = {torch.int8: 127, torch.float8_e4m3fn: 448}[dtype]
     tensors = {}
     for name, weight in load_file(path).items():
         if not name.endswith("_proj.weight"):
             tensors[name] = weight
             continue
-        scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
-        tensors[name] = (weight.float() / scale).round().to(torch.int8)
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / largest
+        rounded = weight.float() / scale
+        tensors[name] = (rounded if dtype.is_floating_point else rounded.round()).to(dtype)
         tensors[name + "_scale"] = scale
     save_file(tensors, path)
 
 
-def test_int8_weights(tmp_path: Path) -> None:
-    """Activations in int8, too, one scale a token; the drafter's weights stay as they are."""
-    eight: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_weights_of_8_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Activations in 8 bits, too, one scale a token; the drafter's weights stay as they are."""
+    kind = "float" if dtype.is_floating_point else "int"
+    eight: dict[str, Any] = {"num_bits": 8, "type": kind, "symmetric": True}
     scheme = {
         "targets": ["Linear"],
         "weights": {**eight, "strategy": "channel", "dynamic": False},
@@ -112,13 +116,13 @@ def test_int8_weights(tmp_path: Path) -> None:
         tmp_path,
         quantization_config={
             "quant_method": "compressed-tensors",
-            "format": "int-quantized",
+            "format": f"{kind}-quantized",
             "quantization_status": "compressed",
             "ignore": ["lm_head"],
             "config_groups": {"group_0": scheme},
         },
     )
-    round_weights(pair.target)
+    round_weights(pair.target, dtype)
     expected = run_engine(pair.target, None, *requests(), **ENGINE).token_ids
     assert expected != unrounded(), "rounding makes no difference"
     result = run_engine(pair.target, ddtree(pair, 20), *requests(), **ENGINE)
