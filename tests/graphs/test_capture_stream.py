@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,24 @@ def test_all_graphs_of_a_runner_share_a_stream(shared: CaptureScope, log: Log) -
     assert log == ["enter gpu", "synchronize", "exit"]
     with shared.scope():
         assert capture_two(log) == [2, 2], "of another capture"
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_runners_captures(shared: CaptureScope, log: Log, wanted: bool) -> None:
+    asked = []
+
+    def is_wanted(config: str) -> bool:
+        asked.append(config)
+        return wanted
+
+    def capture_model(runner: Any, *, profile_only: bool) -> list[int]:
+        assert profile_only
+        return capture_two(log)
+
+    capture: Any = shared.capture_model(capture_model, is_wanted)  # type: ignore[arg-type]
+    streams = capture(SimpleNamespace(vllm_config="config"), profile_only=True)
+    assert streams == ([1, 1] if wanted else [1, 2])
+    assert asked == ["config"]
 
 
 def test_a_runner_without_graphs(shared: CaptureScope, log: Log) -> None:

@@ -87,9 +87,25 @@ class CaptureScope:
 
         return capture
 
+    def capture_model(
+        self, original: Callable[..., int], wanted: Callable[[Any], bool]
+    ) -> Callable[..., int]:
+        """The replacement of a runner's method of that name, if its VllmConfig is wanted."""
+
+        def capture(runner: Any, *args: Any, **kwargs: Any) -> int:
+            if not wanted(runner.vllm_config):
+                return original(runner, *args, **kwargs)
+            with self.scope():
+                return original(runner, *args, **kwargs)
+
+        return capture
+
 
 def hook_capture(is_ddtree: Callable[[Any], bool]) -> None:
-    """Let a DDTree runner capture its graphs in a `CaptureScope`.
+    """Let a DDTree runner that has its model to itself capture its graphs in a `CaptureScope`.
+
+    With several ranks vLLM's context also registers the buffers of its all-reduce when it ends,
+    graph manager by graph manager: that is left as it is.
 
     Args:
         is_ddtree: whether a speculative config is DDTree's.
@@ -99,15 +115,9 @@ def hook_capture(is_ddtree: Callable[[Any], bool]) -> None:
 
     shared = CaptureScope()
 
-    def capture_model(original: Callable[..., int]) -> Callable[..., int]:
-        def capture(self: Any, *args: Any, **kwargs: Any) -> int:
-            if not is_ddtree(self.vllm_config.speculative_config):
-                return original(self, *args, **kwargs)
-            with shared.scope():
-                return original(self, *args, **kwargs)
-
-        return capture
+    def wanted(config: Any) -> bool:
+        return config.parallel_config.world_size == 1 and is_ddtree(config.speculative_config)
 
     utils = "vllm.v1.worker.gpu.cudagraph_utils"
     replace_in_module(utils, (), "graph_capture", shared.graph_capture)
-    replace(GPUModelRunner, "capture_model", capture_model)
+    replace(GPUModelRunner, "capture_model", lambda method: shared.capture_model(method, wanted))
