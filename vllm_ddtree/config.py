@@ -7,6 +7,7 @@ draft's own numbers (block size, depth, candidates) stand beside it and are used
 only.
 """
 
+import dataclasses
 import difflib
 from typing import Any
 
@@ -124,6 +125,10 @@ def _schedule(keys: dict[str, Any]) -> list[tuple[int, int, int]] | None:
     shape = "give ranges [first, last, budget] of running requests, from 1 up and not overlapping"
     if not isinstance(value, (list, tuple)) or not value:
         raise _bad(key, value, shape)
+
+    def refuse(entry: Any, why: str) -> ValueError:
+        return _bad(key, value, f"{entry!r} {why}; {shape}")
+
     schedule: list[tuple[int, int, int]] = []
     expected = 1
     for entry in value:
@@ -132,12 +137,15 @@ def _schedule(keys: dict[str, Any]) -> list[tuple[int, int, int]] | None:
             or len(entry) != 3
             or any(isinstance(x, bool) or not isinstance(x, int) for x in entry)
         ):
-            raise _bad(key, value, shape)
+            raise refuse(entry, "is not three whole numbers")
         first, last, budget = entry
-        if (first != 1 if not schedule else first < expected) or last < first:
-            raise _bad(key, value, shape)
+        if first < expected if schedule else first != 1:
+            where = "before the range before it ends" if schedule else f"at {first}, not at 1"
+            raise refuse(entry, f"begins {where}")
+        if last < first:
+            raise refuse(entry, "ends before it begins")
         if not 0 <= budget <= MAX_BUDGET:
-            raise _bad(key, value, f"a budget is a whole number from 0 to {MAX_BUDGET}")
+            raise refuse(entry, f"has a budget that is not from 0 to {MAX_BUDGET}")
         expected = last + 1
         schedule.append((first, last, budget))
     if not any(budget for _, _, budget in schedule):
@@ -147,6 +155,8 @@ def _schedule(keys: dict[str, Any]) -> list[tuple[int, int, int]] | None:
 
 def check_keys(keys: dict[str, Any]) -> None:
     """Raise ValueError for a key that DDTree does not take."""
+    present = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    dflash = [key for key in DFLASH_KEYS if key in present]
     known = (*OWN_KEYS, *DFLASH_KEYS, *FIXED_KEYS)
     for key, value in keys.items():
         if key in FIXED_KEYS:
@@ -159,9 +169,11 @@ def check_keys(keys: dict[str, Any]) -> None:
             raise _bad(key, value, "use draft_tensor_parallel_size")
         elif key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            own = ", ".join((*OWN_KEYS, *DFLASH_KEYS))
-            hint = f"did you mean {near[0]!r}?" if near else f"its keys are {own}"
+            names = ", ".join((*OWN_KEYS, *dflash))
+            hint = f"did you mean {near[0]!r}?" if near else f"its keys are {names}"
             raise _bad(key, value, f"there is no such key; {hint}")
+        elif key in DFLASH_KEYS and key not in dflash:
+            raise _bad(key, value, f"vLLM {compat.vllm_version()} has no such key; leave it out")
 
 
 def draft_block_size(hf_config: Any) -> int | None:

@@ -139,6 +139,18 @@ def test_dflash_keys_keep_their_meaning() -> None:
             {"num_speculative_tokens_per_batch_size": [[1, 4, 7]]},
             ["num_speculative_tokens_per_batch_size", "budget_per_batch_size"],
         ),
+        *(
+            ({"budget_per_batch_size": value}, ["budget_per_batch_size", part, "give ranges"])
+            for value, part in [
+                ([[1, 4, 7], [5, 8, "7"]], "[5, 8, '7'] is not three whole numbers"),
+                ([[1, 4]], "[1, 4] is not three whole numbers"),
+                ([1, 4, 7], "1 is not three whole numbers"),
+                ([[2, 4, 7]], "[2, 4, 7] begins at 2, not at 1"),
+                ([[1, 4, 7], [4, 8, 3]], "[4, 8, 3] begins before the range before it ends"),
+                ([[1, 4, 7], [8, 5, 3]], "[8, 5, 3] ends before it begins"),
+                ([[1, 4, 256]], "[1, 4, 256] has a budget that is not from 0 to 255"),
+            ]
+        ),
         ({"model": None}, ["model=None", "drafter"]),
         ({"model": ""}, ["model=''", "drafter"]),
         ({"model": 7}, ["model=7", "drafter"]),
@@ -153,6 +165,15 @@ def test_wrong_keys(keys: dict[str, Any], parts: list[str]) -> None:
     message = refusal(lambda: build(keys))
     for part in ("ddtree", *parts):
         assert part in message
+
+
+def test_a_key_of_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ddtree import config
+
+    monkeypatch.setattr(config, "DFLASH_KEYS", (*config.DFLASH_KEYS, "key_of_tomorrow"))
+    message = refusal(lambda: build({"key_of_tomorrow": 1}))
+    assert "key_of_tomorrow=1" in message and "leave it out" in message
+    assert "key_of_tomorrow" not in refusal(lambda: build({"zebra": 1}))
 
 
 def test_no_drafter_at_all() -> None:
