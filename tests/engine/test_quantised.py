@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import NANO, Pair
 from tests.engine import models
 from tests.engine.harness import PROMPTS, ddtree, generate, greedy, open_engine, run_engine
+from tests.engine.known import model_runner
 
 ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 4}
 
@@ -140,7 +141,10 @@ def test_fp8_weights(tmp_path: Path) -> None:
     pair = rounded_pair(tmp_path, torch.float8_e4m3fn)
     prompts, params = PROMPTS[:4], [greedy(20, logprobs=20)] * 4
     plain = run_engine(pair.target, None, prompts, params, **ENGINE)
-    result = run_engine(pair.target, ddtree(pair, 20), prompts, params, **ENGINE)
+    with open_engine(pair.target, ddtree(pair, 20), **ENGINE) as llm:
+        weight = model_runner(llm).model.model.layers[0].mlp.down_proj.weight
+        assert weight.dtype == torch.float8_e4m3fn
+        result = generate(llm, prompts, params)
     assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
     for ours, theirs in zip(result.outputs, plain.outputs, strict=True):
         texts = zip(ours.outputs[0].token_ids, theirs.outputs[0].token_ids, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -116,7 +117,18 @@ class Trace:
         max_model_len: int | None = None,
         num_masks: int | None = None,
     ) -> Round:
-        """The round whose root is at `position`, of a request that ends before `end`."""
+        """The round whose root is at `position`, of a request that ends before `end`.
+
+        Args:
+            budget: nodes without the root.
+            top_k: candidates a draft position.
+            depth: the tree's depth limit; None: block_size - 1.
+            chain: only the spine, the drafter's best token at each depth.
+            max_model_len: the engine's length limit: trees shrink near it.
+            num_masks: draft queries after the anchor; None: block_size - 1. vLLM's own method
+                "dflash" has `num_speculative_tokens` of them.
+
+        """
         if num_masks is None:
             num_masks = self.drafter.block_size - 1
         logits = self.draft(position, num_masks, max_model_len)
@@ -150,16 +162,28 @@ class Trace:
     def replay(
         self,
         *,
-        budget: int,
-        top_k: int,
-        depth: int | None = None,
-        chain: bool = False,
         max_tokens: int | None = None,
         max_model_len: int | None = None,
         stop_token_ids: Collection[int] = (),
-        num_masks: int | None = None,
+        **how: Any,
     ) -> list[Round]:
-        """The rounds of this request; see `replay`."""
+        """The engine's rounds for this request.
+
+        Args:
+            max_tokens: where the request ends; None: with the known output. Known beyond it (and
+                beyond a stop token) by the block size, the output makes the last round's `accepted`
+                exact too.
+            max_model_len: the engine's length limit.
+            stop_token_ids: a request ends with the first of these.
+            how: they are drafted: the other arguments of `round`.
+
+        Returns:
+            The rounds in order; 1 + the sum of their `emitted` is the number of output tokens.
+
+        Raises:
+            ValueError: max_tokens is more than is known.
+
+        """
         known = len(self.tokens) - self.num_prompt_tokens
         max_tokens = known if max_tokens is None else max_tokens
         if max_tokens > known:
@@ -175,64 +199,7 @@ class Trace:
         # The prompt's last row gave the first output token without a tree: the first root.
         position = self.num_prompt_tokens
         while position + 1 < end:
-            found = self.round(
-                position,
-                end,
-                budget=budget,
-                top_k=top_k,
-                depth=depth,
-                chain=chain,
-                max_model_len=max_model_len,
-                num_masks=num_masks,
-            )
+            found = self.round(position, end, max_model_len=max_model_len, **how)
             rounds.append(found)
             position += found.emitted
         return rounds
-
-
-def replay(
-    target: Target,
-    drafter: Drafter,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    *,
-    budget: int,
-    top_k: int,
-    depth: int | None = None,
-    chain: bool = False,
-    max_tokens: int | None = None,
-    max_model_len: int | None = None,
-    stop_token_ids: Collection[int] = (),
-    num_masks: int | None = None,
-) -> list[Round]:
-    """The engine's rounds for one request whose continuation is known.
-
-    Args:
-        output_ids: the target's continuation. Known beyond `max_tokens` (and beyond a stop token)
-            by the block size, it makes the last round's `accepted` exact too.
-        budget: nodes without the root.
-        top_k: candidates a draft position.
-        depth: the tree's depth limit; None: block_size - 1.
-        chain: only the spine, the drafter's best token at each depth.
-        max_tokens: where the request ends; None: with `output_ids`.
-        max_model_len: the engine's length limit: trees shrink near it.
-        stop_token_ids: a request ends with the first of these.
-        num_masks: draft queries after the anchor; None: block_size - 1. vLLM's own method "dflash"
-            has `num_speculative_tokens` of them.
-
-    Returns:
-        The rounds in order; 1 + the sum of their `emitted` is the number of output tokens.
-
-    Raises:
-        ValueError: max_tokens is more than is known.
-    """
-    return Trace(target, drafter, prompt_ids, output_ids).replay(
-        budget=budget,
-        top_k=top_k,
-        depth=depth,
-        chain=chain,
-        max_tokens=max_tokens,
-        max_model_len=max_model_len,
-        stop_token_ids=stop_token_ids,
-        num_masks=num_masks,
-    )

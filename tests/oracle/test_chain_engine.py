@@ -11,7 +11,7 @@ import pytest
 from vllm_ddtree.testing import cpu
 from vllm_ddtree.testing.engine import run_engine
 
-from . import Drafter, Target, greedy, replay
+from . import Drafter, Target, Trace, greedy
 
 MAX_MODEL_LEN = 64
 PROMPTS = (
@@ -53,11 +53,7 @@ def test_vllm_counts_the_same_rounds(pair) -> None:
         sample = request.outputs[0]
         output_ids = greedy(target, prompt_ids, max_tokens + drafter.block_size)
         assert list(sample.token_ids) == output_ids[: len(sample.token_ids)]
-        rounds = replay(
-            target,
-            drafter,
-            prompt_ids,
-            output_ids,
+        rounds = Trace(target, drafter, prompt_ids, output_ids).replay(
             budget=num_masks,
             top_k=1,
             chain=True,

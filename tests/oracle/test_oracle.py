@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from . import Drafter, Round, Target, Trace, acceptance_length, greedy, replay
+from . import Drafter, Round, Target, Trace, acceptance_length, greedy
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 NUM_TOKENS = 64
@@ -171,11 +171,11 @@ def test_the_end_of_the_known_continuation_is_told(
     assert r.accepted >= 3
     # The output is known up to this round's first accepted token only.
     output = trace.tokens[n : r.position + 2]
-    cut = replay(target, drafter, trace.tokens[:n], output, budget=31, top_k=TOP_K)[-1]
+    cut = Trace(target, drafter, trace.tokens[:n], output).replay(budget=31, top_k=TOP_K)[-1]
     assert (cut.position, cut.accepted, cut.emitted) == (r.position, 1, 1)
     assert not cut.complete and r.complete
     with pytest.raises(ValueError, match="only 2 output tokens"):
-        replay(target, drafter, trace.tokens[:n], output[:2], budget=7, top_k=8, max_tokens=3)
+        Trace(target, drafter, trace.tokens[:n], output[:2]).replay(budget=7, top_k=8, max_tokens=3)
 
 
 def test_stop_token_ends_the_request(traces: list[Trace]) -> None:

@@ -53,37 +53,35 @@ class CaptureScope:
     """
 
     def __init__(self) -> None:
-        self._open: list[tuple[ExitStack, list[Any]]] = []
+        self._stack: ExitStack | None = None
+        self._context: Any = None
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within, what the first `graph_capture` has made serves the others, too."""
         import torch
 
-        contexts: list[Any] = []
-        with ExitStack() as stack:
-            self._open.append((stack, contexts))
-            try:
+        try:
+            with ExitStack() as self._stack:
                 yield
-            finally:
-                self._open.pop()
-            if contexts:
-                # What was written between two captures was written on their stream.
-                torch.accelerator.synchronize()
+                if self._context is not None:
+                    # What was written between two captures was written on their stream.
+                    torch.accelerator.synchronize()
+        finally:
+            self._stack = self._context = None
 
     def graph_capture(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement of vLLM's context manager of that name."""
 
         @contextmanager
         def capture(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            if not self._open:
+            if self._stack is None:
                 with original(*args, **kwargs) as context:
                     yield context
                 return
-            stack, contexts = self._open[-1]
-            if not contexts:
-                contexts.append(stack.enter_context(original(*args, **kwargs)))
-            yield contexts[0]
+            if self._context is None:
+                self._context = self._stack.enter_context(original(*args, **kwargs))
+            yield self._context
 
         return capture
 
