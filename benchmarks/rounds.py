@@ -3,8 +3,10 @@
 
 `profile_rounds` lets N requests decode together and records a few rounds in the worker that runs
 them, with the CUDA activity of `torch.profiler` alone, so that the host is slowed as little as
-possible. A stretch without the profiler goes before, for the host's own work: the processor time
-of the thread that schedules steps and launches their kernels, which the GPU must not wait for.
+possible. It still is, and stays so: what the profiler once hooks into every launch it leaves there.
+`time_rounds` therefore tells the same without it, for an engine that was never profiled: the
+processor time of the thread that schedules steps and launches their kernels, and what lies on the
+GPU between a round's last kernel and the next round's forward (`between.py`).
 Needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 where the engine core is another process (a function is
 sent to it).
 """
@@ -16,8 +18,11 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from benchmarks import between
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -142,10 +147,12 @@ def summarise(events: Iterable[Event]) -> dict[str, Any]:
     }
 
 
-def profile_rounds(
-    llm: LLM, prompts: Sequence[list[int]], num_reqs: int, seconds: float, max_tokens: int
-) -> dict[str, Any]:
-    """Profile `seconds` of `num_reqs` requests that decode together, after as many unprofiled.
+@contextmanager
+def decoding(
+    llm: LLM, prompts: Sequence[list[int]], num_reqs: int, max_tokens: int
+) -> Iterator[Callable[[float], int]]:
+    """Within, `num_reqs` requests decode together; yields what takes steps for so many seconds and
+    counts them.
 
     A request that ends is replaced by the next prompt (they are taken again and again), so with few
     `max_tokens` steps with prefills are among the rounds.
@@ -154,7 +161,6 @@ def profile_rounds(
         llm: an engine with nothing to do.
         prompts: token ids, `num_reqs` or more.
         num_reqs: concurrency.
-        seconds: of each stretch.
         max_tokens: output tokens of a request.
 
     """
@@ -166,7 +172,7 @@ def profile_rounds(
 
     def submit() -> str:
         number = next(numbers)
-        name = f"profile-{number}"
+        name = f"round-{number}"
         prompt = prompts[number % len(prompts)]
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return name
@@ -181,8 +187,7 @@ def profile_rounds(
                 running.discard(output.request_id)
                 running.add(submit())
 
-    def steps() -> int:
-        """Steps in `seconds`."""
+    def steps(seconds: float) -> int:
         count, end = 0, time.perf_counter() + seconds
         while time.perf_counter() < end:
             step()
@@ -191,22 +196,39 @@ def profile_rounds(
 
     while len(started) < num_reqs:
         step()
-    before = llm.collective_rpc(clocks)[0]
-    count = steps()
-    host, wall = (b - a for a, b in zip(before, llm.collective_rpc(clocks)[0], strict=True))
-    llm.collective_rpc(start)
-    steps()
-    events = json.loads(llm.collective_rpc(stop)[0])
+    yield steps
     engine.abort_request(list(running))
     while engine.has_unfinished_requests():
         engine.step()
+
+
+def time_rounds(
+    llm: LLM, prompts: Sequence[list[int]], num_reqs: int, seconds: float, max_tokens: int
+) -> dict[str, Any]:
+    """Rounds of `num_reqs` requests without a profiler: microseconds of a round, of the host's
+    thread, and between two rounds on the GPU. Arguments as `decoding`'s."""
+    with decoding(llm, prompts, num_reqs, max_tokens) as steps:
+        before = llm.collective_rpc(clocks)[0]
+        count = steps(seconds)
+        host, wall = (b - a for a, b in zip(before, llm.collective_rpc(clocks)[0], strict=True))
+        llm.collective_rpc(between.start)
+        steps(seconds)
+        pauses = llm.collective_rpc(between.stop)[0]
     return {
-        "concurrency": num_reqs,
-        "max_tokens": max_tokens,
-        "unprofiled": {
-            "rounds": count,
-            "round_us": wall / count * 1e6,
-            "host_us": host / count * 1e6,
-        },
-        **summarise((name, begin, end) for name, begin, end in events),
+        "rounds": count,
+        "round_us": wall / count * 1e6,
+        "host_us": host / count * 1e6,
+        "between_us": between.spread(pauses),
     }
+
+
+def profile_rounds(
+    llm: LLM, prompts: Sequence[list[int]], num_reqs: int, seconds: float, max_tokens: int
+) -> dict[str, Any]:
+    """Profile `seconds` of `num_reqs` requests that decode together. Arguments as `decoding`'s."""
+    with decoding(llm, prompts, num_reqs, max_tokens) as steps:
+        steps(seconds)
+        llm.collective_rpc(start)
+        steps(seconds)
+        events = json.loads(llm.collective_rpc(stop)[0])
+    return summarise((name, begin, end) for name, begin, end in events)

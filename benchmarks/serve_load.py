@@ -285,7 +285,7 @@ def load_engines(args: argparse.Namespace, out: dict[str, Any]) -> None:
 def write_profiles(
     engine: EngineProcess, name: str, prompts: list[list[int]], args: argparse.Namespace
 ) -> None:
-    """profile-ENGINE.json: rounds of the engine kernel by kernel, at each --profile."""
+    """profile-ENGINE.json: rounds of the engine, timed and kernel by kernel, at each --profile."""
     profiles = engine.call(profiles_of, prompts, args.profile)
     for found in profiles:
         short = {k: v for k, v in found.items() if k not in ("kernels", "gaps")}
@@ -295,13 +295,21 @@ def write_profiles(
 
 def profiles_of(llm: LLM, prompts: list[list[int]], counts: Sequence[int]) -> list[dict[str, Any]]:
     """Profiles of so many requests each."""
-    from benchmarks.rounds import profile_rounds
+    from benchmarks.rounds import profile_rounds, time_rounds
 
     # Decoding alone, as long as the model's length allows; then with prefills in between.
     longest = llm.llm_engine.model_config.max_model_len - max(map(len, prompts)) - 1
+    loads = list(itertools.product(counts, (longest, 96)))
+    # All before the first profile: from then on every launch takes the host longer.
+    timed = [time_rounds(llm, prompts, n, 0.4, max_tokens) for n, max_tokens in loads]
     return [
-        profile_rounds(llm, prompts, n, 0.25, max_tokens)
-        for n, max_tokens in itertools.product(counts, (longest, 96))
+        {
+            "concurrency": n,
+            "max_tokens": max_tokens,
+            "unprofiled": times,
+            **profile_rounds(llm, prompts, n, 0.25, max_tokens),
+        }
+        for (n, max_tokens), times in zip(loads, timed, strict=True)
     ]
 
 

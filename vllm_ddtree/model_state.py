@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_ddtree import invariants, runtime
-from vllm_ddtree.attention.install import install_tree_attention, target_layers
+from vllm_ddtree.attention.install import draft_layers, install_tree_attention, target_layers
 from vllm_ddtree.attention.rows import prepare_rows
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
 from vllm_ddtree.invariants.free_slots import FreeSlots
@@ -66,6 +66,7 @@ class DDTreeStateMixin:
         self.runtime = runtime.take(vllm_config)
         self.runtime.attention_form = install_tree_attention(vllm_config, self.runtime)
         self._kv_cache_groups: list[tuple[int, list[str]]] = []
+        self._draft_names: frozenset[str] = frozenset()
         # Made when first needed: vLLM also allocates a small cache to profile graphs, and drops it.
         self._compactors: list[tuple[int, KVCompactor]] | None = None
         # Requests that verify a chain inside the tree's rows, by slot.
@@ -106,6 +107,7 @@ class DDTreeStateMixin:
             (gid, list(group.layer_names))
             for gid, group in enumerate(kv_cache_config.kv_cache_groups)
         ]
+        self._draft_names = draft_layers(self.vllm_config)  # type: ignore[attr-defined]
         self._compactors = None
         self._compile()
 
@@ -195,6 +197,10 @@ class DDTreeStateMixin:
         )
         if self._check and not for_capture:
             self._free_slots = FreeSlots(rt.step, self.compactors(), block_tables, batch.seq_lens)
+        # The drafter's layers run later, with metadata of their own. Where they share a group with
+        # the target's (vLLM's chain) they cost nothing here.
+        of_drafter = self._draft_names.issuperset
+        attn_groups = [[g for g in kv if not of_drafter(g.layer_names)] for kv in attn_groups]
         return super().prepare_attn(  # type: ignore[misc]
             input_batch,
             cudagraph_mode,

@@ -112,6 +112,25 @@ def test_a_right_engine(
     assert not errors
 
 
+def test_metadata_are_the_targets_alone(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the drafter's layers nothing is prepared before the target runs."""
+    from vllm_ddtree.model_state import DDTreeStateMixin
+
+    prepare_attn, seen = DDTreeStateMixin.prepare_attn, []
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = prepare_attn(self, *args, **kwargs)
+        seen.append(set(metadata))
+        return metadata
+
+    monkeypatch.setattr(DDTreeStateMixin, "prepare_attn", watched)
+    run(engine)
+    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
+    assert len(seen) > 5 and any(layer.is_draft_layer for layer in layers.values())
+    targets = {name for name, layer in layers.items() if not layer.is_draft_layer}
+    assert all(names == targets for names in seen)
+
+
 class Bad:
     """The request that is broken; vLLM's workers know it by the user's id and a suffix."""
 

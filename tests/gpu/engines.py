@@ -208,6 +208,35 @@ def read_gaps(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> list[fl
     return found
 
 
+def read_moves(
+    llm: LLM, prompts: Sequence[Sequence[int]], generated: Result
+) -> tuple[list[float], list[float]]:
+    """`read_gaps` of generated texts, and how far every token's margin moved: that between the two
+    best choices when it was generated (with logprobs=2) and when the engine reads the text anew.
+    """
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=20, detokenize=False)
+    texts = [[*prompt, *text] for prompt, text in zip(prompts, generated.token_ids, strict=True)]
+    gaps_, moves = [], []
+    for read, output, prompt in zip(
+        generate(llm, texts, params).outputs, generated.outputs, prompts, strict=True
+    ):
+        (sample,) = output.outputs
+        assert read.prompt_logprobs is not None and sample.logprobs is not None
+        again = read.prompt_logprobs[len(prompt) :]
+        for token, before, after in zip(sample.token_ids, sample.logprobs, again, strict=True):
+            assert after is not None
+            found = {choice: entry.logprob for choice, entry in after.items()}
+            first, second = sorted(before, key=lambda choice: -before[choice].logprob)[:2]
+            # Choices that are not among the best any more have moved at least so far.
+            least = min(found.values())
+            margin = found.get(first, least) - found.get(second, least)
+            moves.append(abs(before[first].logprob - before[second].logprob - margin))
+            gaps_.append(max(found.values()) - found[token])
+    return gaps_, moves
+
+
 def check_gaps(found: Sequence[float]) -> None:
     """Nothing but rounding: few tokens are not the first choice, and those nearly are."""
     assert max(found) <= TIE

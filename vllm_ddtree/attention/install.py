@@ -151,14 +151,23 @@ def _check_latent_layer(name: str, layer: Any) -> None:
         raise _refuse_cache(name, layer, caches)
 
 
-def target_layers(vllm_config: Any) -> dict[str, Any]:
-    """The target's attention layers by name."""
+def _layers(vllm_config: Any, draft: bool) -> dict[str, Any]:
     layers = vllm_config.compilation_config.static_forward_context
     return {
         name: layer
         for name, layer in layers.items()
-        if isinstance(layer, AttentionLayerBase) and not layer.is_draft_layer
+        if isinstance(layer, AttentionLayerBase) and layer.is_draft_layer == draft
     }
+
+
+def target_layers(vllm_config: Any) -> dict[str, Any]:
+    """The target's attention layers by name."""
+    return _layers(vllm_config, draft=False)
+
+
+def draft_layers(vllm_config: Any) -> frozenset[str]:
+    """Names of the drafter's attention layers, which are loaded after the target's."""
+    return frozenset(_layers(vllm_config, draft=True))
 
 
 def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
