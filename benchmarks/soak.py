@@ -364,7 +364,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
         if name in report["engines"]:
             outcomes[name] = own
             print(name, {k: v for k, v in report["engines"][name].items() if k != "readings"})
-        write(report, args.out)
+        write(report, args.out, judged=False)
     await soak_plain(outcomes, differences, requests.eos, args, report)
     for d in differences:
         found_in: dict[str, Any] = {
@@ -381,7 +381,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
             )
     if gpu:
         info["gpu"] = torch.cuda.get_device_name()
-    write(report, args.out)
+    write(report, args.out, judged=True)
     return report
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
-    """soak.json and soak.md."""
+def write(report: dict[str, Any], folder: Path, judged: bool) -> None:
+    """soak.json and soak.md. What is not `judged` has differences that may yet be failures."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "soak.json").write_text(json.dumps(report, indent=1))
     info, engines = report["info"], report["engines"]
@@ -49,5 +49,5 @@ def write(report: dict[str, Any], folder: Path) -> None:
         lines += ["", f"{len(gaps)} {kind} differences, gaps in logits: median {middle:.4f}, "]
         lines[-1] += f"95 % below {tail:.4f}, largest {gaps[-1]:.4f} (allowed: {report['tie']})"
     lines += ["", *(f"- FAILED: {line}" for line in report["failures"][:50])]
-    lines.append("failed" if report["failures"] else "passed")
+    lines.append("failed" if report["failures"] else "passed" if judged else "not finished")
     (folder / "soak.md").write_text("\n".join(lines) + "\n")

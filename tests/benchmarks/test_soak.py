@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import soak_judge
+from benchmarks import soak_judge, soak_report
 from benchmarks.soak import compare, engine_failures, growth, parse, slope
 from benchmarks.soak_driver import Driver, Hang, Outcome
 from benchmarks.soak_requests import Request, Requests, Sample, faults, sampling_params
@@ -281,6 +281,20 @@ def test_noise_is_vllms() -> None:
                 logits, index, one, seeds, place, apply_temperature=False, is_drafting=False
             ).tolist()
         assert drawn == [a, b]
+
+
+def test_verdict(tmp_path: Path) -> None:
+    """An unfinished run has not passed, but may have failed."""
+    report: dict[str, Any] = {"info": {"gpu": "G", "vllm": "V", "torch": "T"}, "engines": {}}
+    report |= {"differences": [], "failures": []}
+    for failures, judged, verdict in (
+        ([], True, "passed"),
+        ([], False, "not finished"),
+        (["stalled"], False, "failed"),
+        (["stalled"], True, "failed"),
+    ):
+        soak_report.write({**report, "failures": failures}, tmp_path, judged)
+        assert (tmp_path / "soak.md").read_text().splitlines()[-1] == verdict
 
 
 def test_arguments(tmp_path: Path) -> None:
