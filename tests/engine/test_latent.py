@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import Pair
 from tests.engine import models
 from tests.engine.harness import ddtree, generate, greedy, open_engine, run_engine
+from tests.engine.ranks import record, rounds
 
 ENGINE: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 256, "skip_tokenizer_init": True}
 LATENT: dict[str, Any] = {
@@ -65,6 +66,8 @@ def triton_mla(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         caching = cache.enable_prefix_caching
         update(config)
+        # Workers are to have what is patched here; the platform asks for "spawn".
+        monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if config.speculative_config is not None:  # the drafter's part of the configuration, too
             cache.block_size, cache.enable_prefix_caching = 32, caching
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
@@ -146,5 +149,34 @@ def test_same_tokens_as_without_speculation(
         assert config.scheduler_config.async_scheduling is triton_mla
         assert config.attention_config.backend.name == "TRITON_MLA"
         result = generate(llm, prompts, params)
+    assert result.token_ids == expected.token_ids
+    assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
+
+
+@pytest.mark.parametrize("triton_mla", [False], indirect=True)
+def test_two_ranks(triton_mla: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads spread over both, every rank with all latents: one rank's tokens, and the same trees on
+    both in every round. (vLLM's CPU engine has no experts on several ranks.)"""
+    pair = deepseek_v3(tmp_path)
+    prompts = [[(5 * i * i + i) % models.VOCABULARY for i in range(n)] for n in (70, 3, 33)]
+    params = [
+        greedy(10, detokenize=False),
+        greedy(9, detokenize=False, temperature=1.0, seed=5),
+        greedy(6, detokenize=False),
+    ]
+    expected = run_engine(pair.target, None, prompts, params, attention_backend="CPU_MLA", **ENGINE)
+    monkeypatch.setenv("VLLM_DDTREE_CHECK", "1")
+    with open_engine(
+        pair.target,
+        ddtree(pair, 5),
+        attention_backend="TRITON_MLA",
+        max_num_batched_tokens=64,
+        enable_chunked_prefill=True,
+        tensor_parallel_size=2,
+        **ENGINE,
+    ) as llm:
+        llm.collective_rpc(record)
+        result = generate(llm, prompts, params)
+        assert rounds(llm) > 5
     assert result.token_ids == expected.token_ids
     assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
