@@ -73,10 +73,9 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     for flag, value in (
         ("--enable-dbo", parallel.enable_dbo),
         ("--enable-batch-sharded-sampling", parallel.enable_batch_sharded_sampling),
-        (
-            "--kv-transfer-config or --kv-offloading-size",
-            vllm_config.kv_transfer_config is not None,
-        ),
+        # vLLM makes a KV transfer of an offload.
+        ("--kv-offloading-size", vllm_config.cache_config.kv_offloading_size),
+        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
         ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         (
             "--enable-return-routed-experts or --aux-output-config",

@@ -235,8 +235,13 @@ def _refused_by_vllm(error: ValidationError | OSError, keys: dict[str, Any]) -> 
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     if reason.startswith("Model architectures"):
         return _bad("model", model, "give a DFlash drafter; this is no draft model")
+    field = first["loc"][0] if first["loc"] else None
+    if first["type"] == "unexpected_keyword_argument":
+        reason = f"it has no key {first['loc'][-1]!r}; leave that out"
+    elif field == "attention_backend" and not isinstance(keys[field], str):
+        reason = "give the name of an attention backend, FLASH_ATTN for example"
     # The field, or the key that vLLM's words name.
-    named = [str(first["loc"][0])] if first["loc"] else []
+    named = [] if field is None else [str(field)]
     named += [key for key in keys if key != "model" and key in reason]
     for key in named:
         if keys.get(key) is not None or key in first["loc"]:

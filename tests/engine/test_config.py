@@ -157,6 +157,9 @@ def test_dflash_keys_keep_their_meaning() -> None:
         ({"model": "/no/such/drafter"}, ["model='/no/such/drafter'", "DFlash drafter"]),
         ({"quantization": 7}, ["quantization=7"]),
         ({"max_model_len": "long"}, ["max_model_len='long'"]),
+        ({"attention_backend": 3}, ["attention_backend=3", "FLASH_ATTN"]),
+        ({"attention_backend": "NOPE"}, ["attention_backend='NOPE'", "FLASH_ATTN"]),
+        ({"draft_load_config": {"nope": 1}}, ["draft_load_config={'nope': 1}", "leave that out"]),
         ({"model": str(TARGET)}, [f"model={str(TARGET)!r}", "DFlash drafter", "no draft model"]),
     ],
     ids=lambda v: str(v).replace(str(TARGET), "TARGET") if isinstance(v, dict) else "",
@@ -280,7 +283,7 @@ def test_a_longer_block_allows_a_deeper_tree(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size=2", "set it to 1"]),
         ({"data_parallel_size": 2}, ["--data-parallel-size=2", "set it to 1"]),
         ({"enable_lora": True}, ["--enable-lora", "leave it out"]),
-        ({"kv_offloading_size": 1.0}, ["--kv-transfer-config", "leave it out"]),
+        ({"kv_offloading_size": 1.0}, ["--kv-offloading-size=1.0", "leave it out"]),
         ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds", "leave it out"]),
         (
             {"max_num_batched_tokens": 24, "max_num_seqs": 2, "enable_chunked_prefill": True},
