@@ -229,7 +229,7 @@ def read_moves(
             assert after is not None
             found = {choice: entry.logprob for choice, entry in after.items()}
             first, second = sorted(before, key=lambda choice: -before[choice].logprob)[:2]
-            # Choices that are not among the best any more have moved at least so far.
+            # A choice that is not among the 20 best any more counts as the least of them.
             least = min(found.values())
             margin = found.get(first, least) - found.get(second, least)
             moves.append(abs(before[first].logprob - before[second].logprob - margin))

@@ -156,6 +156,7 @@ def test_fp8_weights(small_pair: Pair) -> None:
         say(name, "gaps", found[0])
         say(name, "moved margins", found[1])
     assert fmean(moves) <= 1.5 * fmean(plain_moves)
+    assert max(moves) <= 1.5 * max(plain_moves)  # late rows with a wrong mask show here first
     assert fmean(gaps) <= 1.5 * fmean(plain_gaps) + 0.001
     assert max(gaps) <= max(plain_moves)
     # The drafter was trained for the weights before they were rounded.
