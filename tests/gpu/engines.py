@@ -193,19 +193,9 @@ def read_gaps(llm: LLM, texts: Sequence[tuple[list[int], list[int]]]) -> list[fl
 
     texts are (prompt, text); the engine reads them as prompts.
     """
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, detokenize=False)
-    read = generate(llm, [[*prompt, *text] for prompt, text in texts], params)
-    found = []
-    for output, (prompt, text) in zip(read.outputs, texts, strict=True):
-        assert output.prompt_logprobs is not None
-        for place, token in enumerate(text, start=len(prompt)):
-            choices = output.prompt_logprobs[place]
-            assert choices is not None
-            best = max(choice.logprob for choice in choices.values())
-            found.append(best - choices[token].logprob)
-    return found
+    tokens = [token for _, text in texts for token in text]
+    read = _read(llm, texts, 1)
+    return [max(choices.values()) - choices[t] for t, choices in zip(tokens, read, strict=True)]
 
 
 def read_moves(
@@ -214,27 +204,35 @@ def read_moves(
     """`read_gaps` of generated texts, and how far every token's margin moved: that between the two
     best choices when it was generated (with logprobs=2) and when the engine reads the text anew.
     """
+    samples = [sample for output in generated.outputs for sample in output.outputs]
+    texts = [(list(p), list(s.token_ids)) for p, s in zip(prompts, samples, strict=True)]
+    tokens = [token for _, text in texts for token in text]
+    steps = [step for sample in samples for step in sample.logprobs or ()]
+    gaps_, moves = [], []
+    for token, before, after in zip(tokens, steps, _read(llm, texts, 20), strict=True):
+        gaps_.append(max(after.values()) - after[token])
+        first, second = sorted(before, key=lambda choice: -before[choice].logprob)[:2]
+        # A choice that is not among the 20 best any more counts as the least of them.
+        least = min(after.values())
+        margin = after.get(first, least) - after.get(second, least)
+        moves.append(abs(before[first].logprob - before[second].logprob - margin))
+    return gaps_, moves
+
+
+def _read(
+    llm: LLM, texts: Sequence[tuple[list[int], list[int]]], best: int
+) -> Iterator[dict[int, float]]:
+    """Log-probs of the `best` first choices and of the text's own token, at each of the texts'
+    tokens; the engine reads (prompt, text) as prompts."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=20, detokenize=False)
-    texts = [[*prompt, *text] for prompt, text in zip(prompts, generated.token_ids, strict=True)]
-    gaps_, moves = [], []
-    for read, output, prompt in zip(
-        generate(llm, texts, params).outputs, generated.outputs, prompts, strict=True
-    ):
-        (sample,) = output.outputs
-        assert read.prompt_logprobs is not None and sample.logprobs is not None
-        again = read.prompt_logprobs[len(prompt) :]
-        for token, before, after in zip(sample.token_ids, sample.logprobs, again, strict=True):
-            assert after is not None
-            found = {choice: entry.logprob for choice, entry in after.items()}
-            first, second = sorted(before, key=lambda choice: -before[choice].logprob)[:2]
-            # A choice that is not among the 20 best any more counts as the least of them.
-            least = min(found.values())
-            margin = found.get(first, least) - found.get(second, least)
-            moves.append(abs(before[first].logprob - before[second].logprob - margin))
-            gaps_.append(max(found.values()) - found[token])
-    return gaps_, moves
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=best, detokenize=False)
+    read = generate(llm, [[*prompt, *text] for prompt, text in texts], params)
+    for output, (prompt, _) in zip(read.outputs, texts, strict=True):
+        assert output.prompt_logprobs is not None
+        for choices in output.prompt_logprobs[len(prompt) :]:
+            assert choices is not None
+            yield {token: choice.logprob for token, choice in choices.items()}
 
 
 def check_gaps(found: Sequence[float]) -> None:
