@@ -42,15 +42,15 @@ import torch
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from vllm_ddtree.attention.prefix import prefix_attention
-from vllm_ddtree.attention.rows import RowBuffers, prepare_rows
-from vllm_ddtree.attention.tail import tail_attention
-from vllm_ddtree.budget.meter import Meter
+from vllm_ddtree.attention.kernels.prefix import prefix_attention
+from vllm_ddtree.attention.kernels.tail import tail_attention
 from vllm_ddtree.commit.kv import KVCompactor
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
 from vllm_ddtree.proposer.context import ContextRows
+from vllm_ddtree.round.meter import Meter
+from vllm_ddtree.round.rows import RowBuffers, prepare_rows
+from vllm_ddtree.round.trees import TreeBuffers
 from vllm_ddtree.sampler.walk import walk
-from vllm_ddtree.tree.buffers import TreeBuffers
 from vllm_ddtree.tree.build import build_trees
 
 COLUMNS = ["top-k", "build", "rows", "sampling", "walk", "context", "compact", "compact same"]
@@ -364,7 +364,7 @@ def flashinfer_cases(
     num_rows: int,
 ) -> dict[str, Case]:
     """FlashInfer's kernel over prefixes in segments, as in FULL graphs."""
-    from vllm_ddtree.attention.flashinfer_prefix import PrefixPlans
+    from vllm_ddtree.attention.backends.flashinfer_prefix import PrefixPlans
 
     builder = SimpleNamespace(
         num_qo_heads=sizes.heads,

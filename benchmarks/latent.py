@@ -30,9 +30,10 @@ import torch
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
-from vllm_ddtree.attention import latent, latent_tail
-from vllm_ddtree.attention.latent import Tail, triton_prefix_pass
-from vllm_ddtree.attention.latent_prefix import tile_rows
+from vllm_ddtree.attention import latent_forward as latent
+from vllm_ddtree.attention.kernels import latent_tail
+from vllm_ddtree.attention.kernels.latent_prefix import tile_rows
+from vllm_ddtree.attention.latent_forward import Tail, triton_prefix_pass
 from vllm_ddtree.attention.prefix_pass import num_sms
 
 RANK, ROPE, KV_BLOCK = 512, 64, 64
@@ -148,7 +149,10 @@ class Case:
             get_scheduler_metadata,
         )
 
-        from vllm_ddtree.attention.flash_attn_mla import TreeFlashAttnMLAImpl, prefix_splits
+        from vllm_ddtree.attention.backends.flash_attn_mla import (
+            TreeFlashAttnMLAImpl,
+            prefix_splits,
+        )
 
         lens = self.tail.prefix_lens + self.rows * causal
         splits = 32 if causal else prefix_splits(self.total * self.heads, 32)
@@ -201,7 +205,7 @@ class Case:
     def flashmla_prefix(self) -> Callable[[], object]:
         from vllm.v1.attention.ops.flashmla import get_mla_metadata
 
-        from vllm_ddtree.attention.flashmla import TreeFlashMLAImpl
+        from vllm_ddtree.attention.backends.flashmla import TreeFlashMLAImpl
 
         impl: Any = TreeFlashMLAImpl.__new__(TreeFlashMLAImpl)
         impl.kv_lora_rank, impl.scale = RANK, SCALE

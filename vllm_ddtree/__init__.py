@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DDTree, tree speculative decoding, as a vLLM plugin (`"method": "ddtree"`).
 
-- `plugin`, `hooks`, `compat`, `config`, `checks`: how it gets into vLLM, and what it refuses.
+- `plugin`, `patches`, `integration`, `config`: how it gets into vLLM, and what it refuses.
 - `runtime`: what one engine's parts share.
 - `proposer`: the drafter's log-probs; `tree`: trees of them; `attention`: their verification;
   `sampler`: the target's choices and the walk; `commit`: the accepted path's keys and values.

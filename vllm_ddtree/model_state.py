@@ -14,15 +14,16 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_ddtree import invariants, runtime
+from vllm_ddtree import invariants
 from vllm_ddtree.attention.install import draft_layers, install_tree_attention, target_layers
-from vllm_ddtree.attention.rows import prepare_rows
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
 from vllm_ddtree.invariants.free_slots import FreeSlots
 from vllm_ddtree.invariants.step import check_step
 from vllm_ddtree.invariants.stop import Broken, of_all_ranks
 from vllm_ddtree.metrics.rounds import Form, step_forms
-from vllm_ddtree.runtime import Step
+from vllm_ddtree.round import runtime
+from vllm_ddtree.round.rows import prepare_rows
+from vllm_ddtree.round.runtime import Step
 from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
 from vllm_ddtree.sampler.walk import path_logit_rows

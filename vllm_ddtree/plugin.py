@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_ddtree import compat
-from vllm_ddtree.hooks import is_ddtree
+from vllm_ddtree import integration
+from vllm_ddtree.patches.hooks import is_ddtree
 
 logger = init_logger("vllm.ddtree")
 
@@ -22,31 +22,31 @@ def register() -> None:
     is then refused with one line.
     """
     try:
-        compat.check()
-    except compat.SeamError as error:
+        integration.check()
+    except integration.SeamError as error:
         logger.warning("vllm-ddtree: %s. Method 'ddtree' is refused.", error)
     try:
-        compat.hook_engine_args(_make_config, is_ddtree, _begin, _finish)
+        integration.hook_engine_args(_make_config, is_ddtree, _begin, _finish)
     except (ImportError, KeyError) as error:
         logger.error("vllm-ddtree: cannot hook vLLM's EngineArgs (%s); not active.", error)
 
 
 def _make_config(keys: dict[str, Any], target_model: Any, target_parallel: Any) -> Any:
-    from vllm_ddtree.hooks import install
+    from vllm_ddtree.patches.hooks import install
 
     install()
-    from vllm_ddtree.config import make_config
+    from vllm_ddtree.config.speculative import make_config
 
     return make_config(keys, target_model, target_parallel)
 
 
 def _begin(engine_args: Any) -> None:
-    from vllm_ddtree.checks import check_engine_args
+    from vllm_ddtree.config.engine import check_engine_args
 
     check_engine_args(engine_args)
 
 
 def _finish(engine_args: Any, vllm_config: Any) -> None:
-    from vllm_ddtree.checks import check_engine_config
+    from vllm_ddtree.config.engine import check_engine_config
 
     check_engine_config(engine_args, vllm_config)

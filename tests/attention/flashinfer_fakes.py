@@ -143,7 +143,7 @@ class _Module(ModuleType):
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put the wrapper where our implementation finds it, which can then be imported."""
-    if "vllm_ddtree.attention.flashinfer" not in sys.modules:
+    if "vllm_ddtree.attention.backends.flashinfer" not in sys.modules:
         try:
             import flashinfer  # noqa: F401
         except ImportError:
@@ -151,8 +151,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
                 module = _Module(name)
                 module.__spec__ = ModuleSpec(name, None)
                 patch.setitem(sys.modules, name, module)
-    importlib.import_module("vllm_ddtree.attention.flashinfer")
-    from vllm_ddtree.attention import flashinfer_prefix
+    importlib.import_module("vllm_ddtree.attention.backends.flashinfer")
+    from vllm_ddtree.attention.backends import flashinfer_prefix
 
     patch.setattr(flashinfer_prefix, "BatchPrefillWithPagedKVCacheWrapper", Wrapper)
     Wrapper.plans_made = 0

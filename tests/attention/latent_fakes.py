@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ddtree.attention.reference import gather_cache
+from vllm_ddtree.attention.kernels.reference import gather_cache
 
 
 def attend(
@@ -147,7 +147,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(fa_utils, function.__name__, function, raising=False)
     from vllm.v1.attention.backends.mla import flashattn_mla
 
-    from vllm_ddtree.attention import flash_attn_mla, flashmla
+    from vllm_ddtree.attention.backends import flash_attn_mla, flashmla
 
     patch.setattr(flashattn_mla, "get_scheduler_metadata", get_scheduler_metadata)
     for module in (flashattn_mla, flash_attn_mla):

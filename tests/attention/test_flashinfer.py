@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ddtree.attention.segments import SegmentTable
+from vllm_ddtree.attention.kernels.segments import SegmentTable
 from vllm_ddtree.attention.variant import Variant
-from vllm_ddtree.runtime import Step
+from vllm_ddtree.round.runtime import Step
 
 from . import flashinfer_fakes
 from .tree_cases import Batch, Request, chunk, make_batch, reference_output, tree
@@ -77,7 +77,7 @@ class PlainBuilder:
 
 
 def make_builder(monkeypatch: pytest.MonkeyPatch, device: str, segments: int = 1) -> Any:
-    from vllm_ddtree.attention import flashinfer, flashinfer_prefix
+    from vllm_ddtree.attention.backends import flashinfer, flashinfer_prefix
 
     monkeypatch.setattr(flashinfer_prefix, "choose_num_segments", lambda *_: segments)
     runtime = SimpleNamespace(num_rows=ROWS, step=None, rows=None)
@@ -123,7 +123,7 @@ def build(builder: Any, batch: Batch, requests: list[Request], in_graph: bool = 
 
 def attend(batch: Batch, metadata: Any, variant: Variant) -> torch.Tensor:
     """What a layer puts out."""
-    from vllm_ddtree.attention.flashinfer import TreeFlashInferImpl
+    from vllm_ddtree.attention.backends.flashinfer import TreeFlashInferImpl
 
     class Impl(TreeFlashInferImpl):
         def plain_forward(self, *args: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_one_plan_for_every_length(monkeypatch: pytest.MonkeyPatch, device: str)
 
 
 def test_plans_outside_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    from vllm_ddtree.attention import flashinfer_prefix
+    from vllm_ddtree.attention.backends import flashinfer_prefix
 
     monkeypatch.setattr(flashinfer_prefix, "MAX_EAGER_PLANS", 2)
     plans = make_builder(monkeypatch, device).plans

@@ -12,11 +12,11 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.attention.tree_cases import Batch, Request, chunk, make_batch, tree
-from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
+from vllm_ddtree.attention.backends.flash_attn import TreeFlashAttentionImpl
+from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
 from vllm_ddtree.attention.forward import tree_forward
+from vllm_ddtree.attention.kernels.reference import tree_attention_reference
 from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.reference import tree_attention_reference
-from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
 from vllm_ddtree.attention.variant import Variant
 
 PLAIN = Variant()

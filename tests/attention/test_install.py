@@ -14,8 +14,8 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonML
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
+from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
 from vllm_ddtree.attention.install import check_layer, install_tree_attention
-from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
 from vllm_ddtree.attention.variant import Variant
 
 from . import flashinfer_fakes, latent_fakes

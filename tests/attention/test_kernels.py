@@ -10,13 +10,13 @@ import torch
 from triton.runtime import interpreter
 from vllm.triton_utils import tl
 
-from vllm_ddtree.attention import tail
-from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
-from vllm_ddtree.attention.reference import (
+from vllm_ddtree.attention.kernels import tail
+from vllm_ddtree.attention.kernels.prefix import choose_num_segments, prefix_attention
+from vllm_ddtree.attention.kernels.reference import (
     gather_cache,
     masked_attention,
 )
-from vllm_ddtree.attention.tail import tail_attention
+from vllm_ddtree.attention.kernels.tail import tail_attention
 
 from .tree_cases import Batch, Request, chunk, make_batch, reference_output, tree
 

@@ -7,18 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ddtree.attention import latent
-from vllm_ddtree.attention import latent_prefix as latent_prefix_module
-from vllm_ddtree.attention import latent_tail as latent_tail_module
-from vllm_ddtree.attention.latent import Tail, latent_attention, triton_prefix_pass
-from vllm_ddtree.attention.latent_prefix import (
+from vllm_ddtree.attention import latent_forward as latent
+from vllm_ddtree.attention.kernels import latent_prefix as latent_prefix_module
+from vllm_ddtree.attention.kernels import latent_tail as latent_tail_module
+from vllm_ddtree.attention.kernels.latent_prefix import (
     latent_prefix,
     latent_segments,
     num_stages,
     tile_rows,
 )
-from vllm_ddtree.attention.latent_tail import latent_tail
-from vllm_ddtree.attention.reference import latent_attention_reference, tree_attention_reference
+from vllm_ddtree.attention.kernels.latent_tail import latent_tail
+from vllm_ddtree.attention.kernels.reference import (
+    latent_attention_reference,
+    tree_attention_reference,
+)
+from vllm_ddtree.attention.latent_forward import Tail, latent_attention, triton_prefix_pass
 
 from .tree_cases import Batch, Request, chunk, make_batch, tree
 

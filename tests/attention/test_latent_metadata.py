@@ -14,9 +14,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backends.mla import triton_mla
 
-from vllm_ddtree.attention.reference import tree_attention_reference
-from vllm_ddtree.attention.supported import SUPPORTED_MLA_BACKENDS
-from vllm_ddtree.attention.triton_mla import TreeTritonMLAImpl
+from vllm_ddtree.attention.backends.triton_mla import TreeTritonMLAImpl
+from vllm_ddtree.attention.kernels.reference import tree_attention_reference
+from vllm_ddtree.attention.registry import SUPPORTED_MLA_BACKENDS
 
 from . import latent_fakes
 from .latent_cases import build, builder_base, make_builder, make_impl, step_of
@@ -174,7 +174,7 @@ def test_flash_attention_plans_in_place() -> None:
 
 
 def test_flash_attentions_partial_results_are_bounded() -> None:
-    from vllm_ddtree.attention.flash_attn_mla import prefix_splits
+    from vllm_ddtree.attention.backends.flash_attn_mla import prefix_splits
 
     assert prefix_splits(64 * 8, 0) == 32
     assert prefix_splits(64 * 8, 16) == 16

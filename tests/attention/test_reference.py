@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_ddtree.attention.reference import masked_attention, tree_attention_reference
+from vllm_ddtree.attention.kernels.reference import masked_attention, tree_attention_reference
 
 from .tree_cases import Batch, chunk, make_batch, tree
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ddtree.attention import tail
-from vllm_ddtree.attention.prefix import prefix_attention
-from vllm_ddtree.attention.prefix_pass import window_segments
-from vllm_ddtree.attention.reference import (
+from vllm_ddtree.attention.kernels import tail
+from vllm_ddtree.attention.kernels.prefix import prefix_attention
+from vllm_ddtree.attention.kernels.reference import (
     gather_cache,
     masked_attention,
     request_mask,
 )
-from vllm_ddtree.attention.tail import tail_attention
+from vllm_ddtree.attention.kernels.tail import tail_attention
+from vllm_ddtree.attention.prefix_pass import window_segments
 from vllm_ddtree.attention.variant import variant_of
 
 from .tree_cases import Batch, Request, chunk, make_batch, reference_output, tree

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ddtree.attention.kernels.reference import tree_attention_reference
 from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.reference import tree_attention_reference
 
 
 def random_tree(rng: np.random.Generator, num_rows: int, max_depth: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from vllm_ddtree.budget.acceptance import PRIOR_ROUNDS, Acceptance, prior
-from vllm_ddtree.budget.meter import ONE, Counts
+from vllm_ddtree.round.meter import ONE, Counts
 
 
 class Rounds:

@@ -13,9 +13,9 @@ from vllm_ddtree.budget import cost
 from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
 from vllm_ddtree.budget.cost import Costs, measurable
-from vllm_ddtree.budget.meter import read_meter
-from vllm_ddtree.compat import observe_steps
-from vllm_ddtree.graphs.forms import asks_for_chains
+from vllm_ddtree.graphs.chains import asks_for_chains
+from vllm_ddtree.integration import observe_steps
+from vllm_ddtree.round.meter import read_meter
 
 
 def machine(knee: int) -> Costs:
@@ -295,7 +295,7 @@ def test_a_measured_round_drafts_as_a_served_one(
         hidden_states=None,
         aux_hidden_states=None,
     )
-    monkeypatch.setattr(cost.compat, "dummy_step", lambda *args: (state, torch.zeros(2, 5)))
+    monkeypatch.setattr(cost.integration, "dummy_step", lambda *args: (state, torch.zeros(2, 5)))
     cost._round(runner, 1, 2, chain)
     assert not asked
     cost._round(runner, 8, 2, chain)

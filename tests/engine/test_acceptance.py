@@ -28,8 +28,8 @@ from tests.engine.harness import (
 from tests.engine.known import model_runner
 from tests.oracle import Drafter, Round, Target, Trace, acceptance_length
 from vllm_ddtree.budget import auto, cost
-from vllm_ddtree.budget.meter import ONE
 from vllm_ddtree.proposer import speculator
+from vllm_ddtree.round.meter import ONE
 
 # KV blocks end inside drafts and trees; the third request ends at the length limit, in mid-tree.
 MAX_MODEL_LEN = 136

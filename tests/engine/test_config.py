@@ -171,7 +171,7 @@ def test_wrong_keys(keys: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_a_key_of_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ddtree import config
+    from vllm_ddtree.config import speculative as config
 
     monkeypatch.setattr(config, "DFLASH_KEYS", (*config.DFLASH_KEYS, "key_of_tomorrow"))
     message = refusal(lambda: build({"key_of_tomorrow": 1}))
@@ -382,7 +382,7 @@ def test_other_targets(
     monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, what: str
 ) -> None:
     """Nano with the trait: reading a real one's model class takes vLLM seconds."""
-    from vllm_ddtree.checks import check_engine_config
+    from vllm_ddtree.config.engine import check_engine_config
 
     config = build()
     model_type = type(config.model_config)
@@ -432,7 +432,7 @@ def test_the_backend_of_a_latent_target(
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_ddtree.checks import check_engine_config
+    from vllm_ddtree.config.engine import check_engine_config
 
     args, config = EngineArgs(model=str(TARGET)), build()
     attention = config.attention_config
@@ -476,7 +476,7 @@ def test_the_backend_of_other_targets(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention import selector
 
-    from vllm_ddtree.checks import check_engine_config
+    from vllm_ddtree.config.engine import check_engine_config
 
     args, config = EngineArgs(model=str(TARGET)), build()
     attention = config.attention_config
@@ -506,7 +506,7 @@ def test_a_backend_that_is_named(asked: str, taken: bool) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_ddtree.checks import check_engine_config
+    from vllm_ddtree.config.engine import check_engine_config
 
     args, config = EngineArgs(model=str(TARGET)), build()
     config.attention_config.backend = AttentionBackendEnum[asked]
@@ -522,28 +522,28 @@ def test_this_platform_has_no_backend_for_trees_in_latents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM's own selector: the CPU's answer, whatever is asked for, is its own backend."""
-    from vllm_ddtree import compat
+    from vllm_ddtree import integration
 
     config = build()
     before = config.attention_config.backend
-    assert compat.target_backend(config, None) == "CPU_ATTN"
+    assert integration.target_backend(config, None) == "CPU_ATTN"
     monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda _: True))
     for asked in (None, "FLASH_ATTN_MLA", "TRITON_MLA"):
-        assert compat.target_backend(config, asked) in ("CPU_MLA", "AMX_MLA")
+        assert integration.target_backend(config, asked) in ("CPU_MLA", "AMX_MLA")
     assert config.attention_config.backend is before
 
 
 @pytest.fixture
 def registered_anew() -> Iterator[Callable[[], None]]:
-    """`register()` as in a new process, under whatever the test replaces in `compat`."""
-    from vllm_ddtree import compat, plugin
+    """`register()` as in a new process, under whatever the test replaces in `integration`."""
+    from vllm_ddtree import integration, plugin
 
     def register() -> None:
-        compat.check.cache_clear()
+        integration.check.cache_clear()
         plugin.register()
 
     yield register
-    compat.check.cache_clear()
+    integration.check.cache_clear()
 
 
 def test_an_unknown_vllm(
@@ -551,13 +551,13 @@ def test_an_unknown_vllm(
 ) -> None:
     from packaging.specifiers import SpecifierSet
 
-    from vllm_ddtree import compat
-    from vllm_ddtree.compat import seams
+    from vllm_ddtree import integration
+    from vllm_ddtree.integration import seams
 
     monkeypatch.setattr(seams, "SUPPORTED_VLLM", SpecifierSet(">=9.1,<9.2"))
     registered_anew()
     message = refusal(build)
-    assert "ddtree" in message and "9.1" in message and str(compat.vllm_version()) in message
+    assert "ddtree" in message and "9.1" in message and str(integration.vllm_version()) in message
     # Other methods do not notice.
     chain = {"method": "dflash", "num_speculative_tokens": 7}
     assert type(build(chain).speculative_config).__name__ == "SpeculativeConfig"
@@ -577,7 +577,7 @@ def test_a_missing_seam(
     module: str,
     name: str,
 ) -> None:
-    from vllm_ddtree.compat import seams
+    from vllm_ddtree.integration import seams
 
     monkeypatch.setattr(seams, "SEAMS", {**seams.SEAMS, module: (name,)})
     registered_anew()
@@ -588,7 +588,7 @@ def test_a_missing_seam(
 
 
 def test_every_seam_is_there() -> None:
-    from vllm_ddtree import compat
+    from vllm_ddtree import integration
 
-    compat.check.cache_clear()
-    compat.check()
+    integration.check.cache_clear()
+    integration.check()

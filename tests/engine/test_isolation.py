@@ -96,7 +96,7 @@ def test_an_unused_plugin_changes_nothing(without: dict[str, Any]) -> None:
     # The model runner is hooked, and the rest of the plugin imported, by a DDTree configuration.
     assert not hooked["model_runner"]
     ours = {name.split(".")[1] for name in hooked["imported"]}
-    assert ours == {"compat", "hooks", "plugin", "testing"}
+    assert ours == {"integration", "patches", "plugin", "testing"}
     for name in ("none", "dflash", "ngram"):
         assert unused[name] == without[name]
     assert without["none"]["counts"][0] == 0
@@ -120,7 +120,7 @@ def test_engines_one_after_another(without: dict[str, Any]) -> None:
         own[name] = [m.name for m in REGISTRY.collect() if m.name.startswith("vllm:ddtree_")]
     for name, metrics in own.items():
         assert bool(metrics) == (name in ("tree", "smaller", "tree again")), name
-    from vllm_ddtree import runtime
+    from vllm_ddtree.round import runtime
 
     plain = results["none"].token_ids
     for name, result in results.items():
@@ -149,13 +149,14 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu import model_runner, model_states, spec_decode
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from vllm_ddtree import compat, hooks, plugin
+    from vllm_ddtree import integration, plugin
     from vllm_ddtree.metrics.rounds import with_facts
+    from vllm_ddtree.patches import hooks
 
     plugin.register()
     for _ in range(2):
         hooks.install()
-        compat.hook_outputs(with_facts)
+        integration.hook_outputs(with_facts)
     for owner, name in (
         (EngineArgs, "create_speculative_config"),
         (EngineArgs, "create_engine_config"),

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Pair
 from tests.engine.harness import PROMPTS, greedy, keep_async, open_engine, watch_widths
 from vllm_ddtree.budget import auto, cost
-from vllm_ddtree.budget.meter import Counts
+from vllm_ddtree.round.meter import Counts
 
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 3}
 ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 5, "max_num_batched_tokens": 96}

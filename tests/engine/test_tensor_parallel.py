@@ -20,8 +20,8 @@ from tests.engine.harness import PROMPTS, Result, generate, greedy, open_engine,
 from tests.engine.ranks import check_heads, gathered, record, rounds, watch_gathers
 from vllm_ddtree.budget import auto
 from vllm_ddtree.budget.cost import Costs
-from vllm_ddtree.budget.meter import read_meter
-from vllm_ddtree.compat import observe_steps
+from vllm_ddtree.integration import observe_steps
+from vllm_ddtree.round.meter import read_meter
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams

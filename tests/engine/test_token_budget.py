@@ -68,12 +68,12 @@ def test_a_vllm_without_a_version_is_refused_not_broken(
 ) -> None:
     import vllm
 
-    from vllm_ddtree import compat
+    from vllm_ddtree import integration
 
     monkeypatch.setattr(vllm, "__version__", "dev")
-    compat.check.cache_clear()
+    integration.check.cache_clear()
     try:
         with pytest.raises(ValueError, match="'dev'"):
             make(nano_pair, {})
     finally:
-        compat.check.cache_clear()
+        integration.check.cache_clear()

@@ -9,7 +9,7 @@ import torch
 
 from tests.attention.tree_cases import backend_metadata, make_batch, reference_output, tree
 from tests.gpu.forward import assert_forward
-from vllm_ddtree.attention.reference import gather_cache
+from vllm_ddtree.attention.kernels.reference import gather_cache
 from vllm_ddtree.attention.variant import Variant
 
 pytest.importorskip("flashinfer")
@@ -26,7 +26,7 @@ def make_plans(
     soft_cap: float = 0.0,
 ) -> Any:
     """Plans without an engine, for heads of 128."""
-    from vllm_ddtree.attention.flashinfer_prefix import PrefixPlans
+    from vllm_ddtree.attention.backends.flashinfer_prefix import PrefixPlans
 
     builder = SimpleNamespace(
         num_qo_heads=num_heads,
@@ -139,7 +139,7 @@ REQUESTS = [tree(200, 32), tree(0, 32), tree(37, 32), tree(640, 32)]
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 def test_trees(in_graph: bool, soft_cap: float, with_sinks: bool) -> None:
     """A layer of trees against float64 on the same bfloat16 inputs; see `test_flash.py`."""
-    from vllm_ddtree.attention.flashinfer import TreeFlashInferImpl
+    from vllm_ddtree.attention.backends.flashinfer import TreeFlashInferImpl
 
     batch = make_batch(REQUESTS, num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     sinks = torch.linspace(-1, 4, 8) if with_sinks else None

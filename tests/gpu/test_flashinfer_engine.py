@@ -19,7 +19,7 @@ pytest.importorskip("flashinfer")
 
 
 def test_served(small_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ddtree.attention.flashinfer_prefix import PrefixPlan
+    from vllm_ddtree.attention.backends.flashinfer_prefix import PrefixPlan
 
     captured = set()
     run = PrefixPlan.run

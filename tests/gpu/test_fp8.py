@@ -10,12 +10,12 @@ import torch
 from tests.attention.fp8_cases import PER_HEAD, PER_TENSOR, layer_of, quantise, round_to_fp8
 from tests.attention.tree_cases import Batch, backend_metadata, make_batch, reference_output, tree
 from tests.gpu.forward import run
-from vllm_ddtree.attention.flash import TreeFlashAttentionImpl
-from vllm_ddtree.attention.latent import Tail
-from vllm_ddtree.attention.reference import latent_attention_reference
+from vllm_ddtree.attention.backends.flash_attn import TreeFlashAttentionImpl
+from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
+from vllm_ddtree.attention.backends.triton_mla import TreeTritonMLAImpl
+from vllm_ddtree.attention.kernels.reference import latent_attention_reference
+from vllm_ddtree.attention.latent_forward import Tail
 from vllm_ddtree.attention.scales import Scales
-from vllm_ddtree.attention.triton import TreeTritonAttentionImpl
-from vllm_ddtree.attention.triton_mla import TreeTritonMLAImpl
 from vllm_ddtree.attention.variant import Variant
 
 if torch.cuda.get_device_capability() < (8, 9):

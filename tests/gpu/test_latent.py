@@ -10,7 +10,7 @@ import torch
 
 from tests.attention.latent_cases import build, make_builder, make_impl, step_of
 from tests.attention.tree_cases import Batch, Request, chunk, make_batch, tree
-from vllm_ddtree.attention.reference import tree_attention_reference
+from vllm_ddtree.attention.kernels.reference import tree_attention_reference
 
 RANK, ROPE = 512, 64
 FORMS = {

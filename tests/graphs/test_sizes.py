@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ddtree import checks
 from vllm_ddtree.budget.auto import TIERS
+from vllm_ddtree.config import engine as checks
 from vllm_ddtree.graphs.sizes import (
     MAX_AUTO_TOKENS,
     MAX_DRAFT_TOKENS,

@@ -14,7 +14,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_ddtree.compat import observe_steps
+from vllm_ddtree.integration import observe_steps
 from vllm_ddtree.metrics.rounds import (
     LABELS,
     Form,

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ddtree.attention.rows import RowBuffers
-from vllm_ddtree.budget.meter import Meter
-from vllm_ddtree.runtime import Runtime
+from vllm_ddtree.round.meter import Meter
+from vllm_ddtree.round.rows import RowBuffers
+from vllm_ddtree.round.runtime import Runtime
+from vllm_ddtree.round.trees import TreeBuffers
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
 from vllm_ddtree.sampler.walk import walk
-from vllm_ddtree.tree.buffers import TreeBuffers
 
 NUM_REQS = 2000
 NUM_BATCHES = 10  # 20,000 rounds

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from vllm_ddtree.tree.buffers import TreeBuffers
+from vllm_ddtree.round.trees import TreeBuffers
 from vllm_ddtree.tree.chain import as_chains
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

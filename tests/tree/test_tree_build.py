@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ddtree.budget.meter import ONE
-from vllm_ddtree.tree.buffers import TreeBuffers, words
+from vllm_ddtree.round.meter import ONE
+from vllm_ddtree.round.trees import TreeBuffers, words
 from vllm_ddtree.tree.build import build_trees
 from vllm_ddtree.tree.reference import Tree, build_tree
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
+from vllm_ddtree.attention.kernels.tail import tail_attention
 from vllm_ddtree.attention.scales import scales_of
-from vllm_ddtree.attention.tail import tail_attention
 
 
 def tree_forward(

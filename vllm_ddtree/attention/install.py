@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_ddtree.attention.metadata import named_after, tree_builder
-from vllm_ddtree.attention.supported import (
+from vllm_ddtree.attention.registry import (
     CHOSEN_BACKENDS,
     FP8_BACKENDS,
     FP8_CACHES,
@@ -25,7 +25,7 @@ from vllm_ddtree.attention.supported import (
     one_of,
 )
 from vllm_ddtree.attention.variant import variant_of
-from vllm_ddtree.runtime import Runtime
+from vllm_ddtree.round.runtime import Runtime
 
 
 def tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
@@ -33,30 +33,32 @@ def tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
     words.
     """
     if backend_name == "FLASH_ATTN":
-        from vllm_ddtree.attention import flash, prefix_pass
+        from vllm_ddtree.attention import prefix_pass
+        from vllm_ddtree.attention.backends import flash_attn as flash
 
         return flash.TreeFlashAttentionImpl, prefix_pass.FORM if window else flash.FORM
     if backend_name == "TRITON_ATTN":
-        from vllm_ddtree.attention import triton
+        from vllm_ddtree.attention.backends import triton_attn as triton
 
         return triton.TreeTritonAttentionImpl, triton.FORM
     if backend_name == "FLASHINFER":
-        from vllm_ddtree.attention import flashinfer, prefix_pass
+        from vllm_ddtree.attention import prefix_pass
+        from vllm_ddtree.attention.backends import flashinfer
 
         return flashinfer.TreeFlashInferImpl, prefix_pass.FORM if window else flashinfer.FORM
     if backend_name == "FLASH_ATTN_MLA":
-        from vllm_ddtree.attention import flash_attn_mla
+        from vllm_ddtree.attention.backends import flash_attn_mla
 
         return flash_attn_mla.TreeFlashAttnMLAImpl, flash_attn_mla.FORM
     if backend_name == "FLASHMLA":
-        from vllm_ddtree.attention import flashmla
+        from vllm_ddtree.attention.backends import flashmla
 
         return flashmla.TreeFlashMLAImpl, flashmla.FORM
     if backend_name == "TRITON_MLA":
-        from vllm_ddtree.attention import triton_mla
+        from vllm_ddtree.attention.backends import triton_mla
 
         return triton_mla.TreeTritonMLAImpl, triton_mla.FORM
-    from vllm_ddtree.attention import cpu
+    from vllm_ddtree.attention.backends import cpu_attn as cpu
 
     return cpu.TreeCPUAttentionImpl, cpu.FORM
 

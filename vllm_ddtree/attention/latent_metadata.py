@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
-from vllm_ddtree.attention.latent import Tail
+from vllm_ddtree.attention.latent_forward import Tail
 from vllm_ddtree.attention.metadata import TreeRowGraphs, layer_runtime, named_after
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from vllm_ddtree import compat
-from vllm_ddtree.runtime import Runtime
+from vllm_ddtree import integration
+from vllm_ddtree.round.runtime import Runtime
 
 
 @dataclass
@@ -93,7 +93,7 @@ def tree_builder(base: type) -> type:
     """The tree-aware form of a backend's metadata builder class."""
     # FlashAttention plans its work ahead of the launch: for a batch of trees only, what it launches
     # is the prefix pass, so that is what its metadata must describe.
-    plans_prefix = compat.plans_ahead(base)
+    plans_prefix = integration.plans_ahead(base)
 
     class TreeMetadataBuilder(TreeRowGraphs, base):
         def build(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from vllm.triton_utils import triton
 
+from vllm_ddtree.attention.kernels.prefix import choose_num_segments, prefix_attention
 from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.prefix import choose_num_segments, prefix_attention
 from vllm_ddtree.attention.scales import Scales
 
 FORM = "Triton prefix + Triton tail"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_ddtree.attention.supported import FP8_CACHES
+from vllm_ddtree.attention.registry import FP8_CACHES
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from vllm_ddtree.budget.meter import ONE, Counts
+from vllm_ddtree.round.meter import ONE, Counts
 
 RANGES = ((1, 1), (2, 3), (4, 5), (6, 7), (8, 11), (12, 15), (16, 23), (24, 31), (32, 255))
 """First and last row of each range with a correction of its own."""

@@ -12,11 +12,11 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_ddtree import compat
+from vllm_ddtree import integration
 from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.cost import Costs
-from vllm_ddtree.budget.meter import Counts, read_meter
-from vllm_ddtree.graphs.forms import ask_for_chains, asks_for_chains
+from vllm_ddtree.graphs.chains import ask_for_chains, asks_for_chains
+from vllm_ddtree.round.meter import Counts, read_meter
 
 logger = init_logger("vllm.ddtree")
 
@@ -191,7 +191,7 @@ def _round_of(scheduler_output: Any) -> tuple[int, int, bool] | None:
     return rows - 1, len(lengths), asks_for_chains(scheduler_output)
 
 
-def attach(engine_core: Any, costs: Costs) -> compat.Observer | None:
+def attach(engine_core: Any, costs: Costs) -> integration.Observer | None:
     """Let a scheduler choose its budgets, and say what was measured.
 
     What is returned lets the choice follow the steps.

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from vllm_ddtree import compat
-from vllm_ddtree.graphs.forms import ask_for_chains
+from vllm_ddtree import integration
+from vllm_ddtree.graphs.chains import ask_for_chains
 
 WARM_UP = 2
 REPEATS = 5
@@ -112,7 +112,7 @@ def _size(shape: Shape) -> int:
 
 def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
     """One dummy round, with no live tree in it."""
-    state, logits = compat.dummy_step(
+    state, logits = integration.dummy_step(
         runner, num_reqs, rows, lambda output: ask_for_chains(output, chain)
     )
     logits.argmax(-1)
@@ -121,7 +121,7 @@ def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
     # As after a verify step that accepted nothing.
     step = runner.model_state.runtime.step
     step.verified, step.has_plain_rows = True, False
-    compat.dummy_draft(runner, state, rows - 1, num_drafts=rows - 1)
+    integration.dummy_draft(runner, state, rows - 1, num_drafts=rows - 1)
 
 
 def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:
@@ -167,7 +167,7 @@ def measure(worker: Any) -> Costs:
         (desc.num_tokens // desc.num_reqs, desc.num_reqs)
         for desc in getattr(manager.graphs, "chains", {})
     }
-    with compat.random_tokens(runner):
+    with integration.random_tokens(runner):
         for shape in shapes:
             costs.rounds[shape] = _time(runner, *shape, chain=False)
             if shape in chains:

@@ -11,7 +11,7 @@ import torch
 
 from vllm_ddtree.commit.kv import KVCompactor
 from vllm_ddtree.invariants.stop import Broken
-from vllm_ddtree.runtime import Step
+from vllm_ddtree.round.runtime import Step
 
 INVARIANT = "free slots are never written"
 _SAME_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -9,7 +9,7 @@ import torch
 
 from vllm_ddtree.commit.kv import KVCompactor
 from vllm_ddtree.invariants.stop import Broken
-from vllm_ddtree.runtime import Runtime
+from vllm_ddtree.round.runtime import Runtime
 
 
 class BrokenTreeError(Exception):

@@ -13,7 +13,7 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_ddtree import compat
+from vllm_ddtree import integration
 
 logger = init_logger("vllm.ddtree")
 
@@ -35,21 +35,21 @@ def of_all_ranks(broken: Broken) -> Broken:
 def put(model_state: Any, output: Any) -> None:
     """Put what a step's checks found on its output."""
     if broken := model_state.take_broken():
-        setattr(compat.model_runner_output(output), _ATTRIBUTE, broken)
+        setattr(integration.model_runner_output(output), _ATTRIBUTE, broken)
 
 
-def observer(scheduler: Any) -> compat.Observer:
+def observer(scheduler: Any) -> integration.Observer:
     """Stops the requests that a step's output names, and tells their clients."""
 
     def stop(_: Any, model_runner_output: Any) -> Callable[[dict[int, Any]], None]:
         broken: Broken = getattr(model_runner_output, _ATTRIBUTE, {})
-        stopped = compat.stop_with_error(scheduler, broken)
+        stopped = integration.stop_with_error(scheduler, broken)
 
         def tell(outputs: dict[int, Any]) -> None:
             for request in stopped:
                 message = f"ddtree invariant broken: {broken[request.request_id]}"
                 logger.error("Request %s is stopped: %s", request.request_id, message)
-                compat.add_error_output(outputs, request, message)
+                integration.add_error_output(outputs, request, message)
 
         return tell
 

@@ -8,7 +8,7 @@ step's counts go behind the positions of `SpecDecodingStats.num_accepted_tokens_
 
 from typing import Any
 
-from vllm_ddtree import compat
+from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import Form, RoundCounts
 
 
@@ -91,7 +91,7 @@ class RoundCounter:
         if counts is None:
             return stats
         if stats is None:
-            stats = compat.new_spec_decoding_stats(self._num_spec_tokens)
+            stats = integration.new_spec_decoding_stats(self._num_spec_tokens)
         stats.num_accepted_tokens_per_pos += counts.pack()
         return stats
 
@@ -105,7 +105,7 @@ def take_counts(stats: Any) -> RoundCounts | None:
     return RoundCounts.unpack(positions[stats.num_spec_tokens :])
 
 
-def attach(engine_core: Any) -> compat.Observer | None:
+def attach(engine_core: Any) -> integration.Observer | None:
     """Count the rounds of an EngineCore by what is returned, unless its statistics are off."""
     scheduler = engine_core.scheduler
     if not scheduler.log_stats and scheduler.spec_decode_metrics_level == "none":

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.runtime import Runtime
-from vllm_ddtree.tree.buffers import MAX_DEPTH
+from vllm_ddtree.round.runtime import Runtime
+from vllm_ddtree.round.trees import MAX_DEPTH
 
 
 class ContextRows:

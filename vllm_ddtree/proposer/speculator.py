@@ -19,12 +19,12 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_ddtree import runtime
 from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer.context import gather_states
 from vllm_ddtree.proposer.head import Head, make_head
-from vllm_ddtree.proposer.widths import Width, draft_widths, fitting, make_widths
+from vllm_ddtree.proposer.reach import Width, draft_widths, fitting, make_widths
+from vllm_ddtree.round import runtime
 from vllm_ddtree.tree.build import build_trees
 
 logger = init_logger("vllm.ddtree")

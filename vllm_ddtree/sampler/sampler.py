@@ -24,9 +24,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_ddtree import compat
+from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import StepForms
-from vllm_ddtree.runtime import Runtime
+from vllm_ddtree.round.runtime import Runtime
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
 
 
@@ -92,7 +92,7 @@ class TreeRejectionSampler(RejectionSampler):
         cu = batch.cu_num_logits_np
         chunks = [(0, num_reqs)]
         if logits.shape[0] > limit:
-            chunks = compat.request_chunks(cu, limit)
+            chunks = integration.request_chunks(cu, limit)
         logprobs = [
             self._verify_chunk(
                 logits,

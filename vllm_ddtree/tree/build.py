@@ -17,7 +17,7 @@ end behind it by one, which are exactly the keys that do not beat the winner's.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.tree.buffers import MAX_DEPTH, TreeBuffers
+from vllm_ddtree.round.trees import MAX_DEPTH, TreeBuffers
 
 MAX_TOP_K = 64
 

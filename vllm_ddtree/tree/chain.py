@@ -8,7 +8,7 @@ attention, at the cost of vLLM's DFlash chain.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.tree.buffers import TreeBuffers
+from vllm_ddtree.round.trees import TreeBuffers
 
 
 def as_chains(

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of drafts: which there are, which one a round takes, and what belongs to each."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from vllm_ddtree.budget.auto import SCHEDULE, TIERS
+from vllm_ddtree.graphs.draft import DraftGraphManager
+from vllm_ddtree.proposer import speculator
+from vllm_ddtree.proposer.reach import draft_widths, make_widths
+from vllm_ddtree.proposer.speculator import DDTreeSpeculator
+
+NUM_REQS, TOP_K = 40, 4
+DEVICE = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("depth", "budgets", "positions"),
+    [
+        (15, [31], [15]),
+        (15, [7], [7]),
+        (15, [5], [5]),
+        (4, [31], [4]),
+        (15, TIERS, [15, 7, 3]),
+        (7, TIERS, [7, 3]),
+        (3, TIERS, [3]),
+        (15, [31, 7], [15, 7]),
+        (15, [31, 8, 2], [15, 3]),  # 8 nodes are not in 7 positions
+        (15, [5, 4, 1], [5, 3]),
+        (2, [9, 1, 0], [2]),
+    ],
+)
+def test_positions(depth: int, budgets: list[int], positions: list[int]) -> None:
+    assert draft_widths(depth, budgets) == positions
+
+
+def test_auto_begins_with_its_widths() -> None:
+    assert {budget for _, _, budget in SCHEDULE} <= set(TIERS)
+
+
+def test_widths_share_their_storage() -> None:
+    widths = make_widths([15, 7, 3], NUM_REQS, TOP_K, DEVICE)
+    for width in widths:
+        for values in (width.log_probs, width.token_ids):
+            assert values.shape == (NUM_REQS, width.positions, TOP_K)
+            assert values[:5].is_contiguous()
+        assert width.context.rows == width.positions + 1
+    assert len({width.log_probs.data_ptr() for width in widths}) == 1
+    assert len({width.token_ids.data_ptr() for width in widths}) == 1
+
+
+def made(auto: bool, positions: list[int], depth: int = 15) -> Any:
+    """A speculator with what its widths need."""
+    made = object.__new__(DDTreeSpeculator)
+    made.widths = make_widths(positions, NUM_REQS, TOP_K, DEVICE)
+    step = SimpleNamespace(max_verify_len=0)
+    made.runtime = SimpleNamespace(depth=depth, step=step)  # type: ignore[assignment]
+    made.speculative_config = SimpleNamespace(auto_budget=auto)
+    made._drafts = 0
+    return made
+
+
+@pytest.mark.parametrize(
+    ("verified", "drafted", "positions"),
+    [
+        (0, 63, 15),
+        (0, 8, 15),
+        (0, 7, 7),
+        (0, 3, 3),
+        (0, 0, 3),
+        (63, 3, 15),  # paths of 15 follow
+        (7, 1, 7),
+        (4, 0, 7),
+        (3, 5, 7),
+        (3, 3, 3),
+        (0, None, 15),
+    ],
+)
+def test_a_round_takes_the_narrowest_that_holds_both(
+    verified: int, drafted: int | None, positions: int
+) -> None:
+    drafts = made(False, [15, 7, 3])
+    drafts.runtime.step.max_verify_len = verified + 1 if verified else 0
+    for _ in range(2 * speculator.WIDEST_EVERY):  # a schedule has no turn of the widest
+        assert drafts._choose_width(drafted, False).positions == positions
+
+
+def test_auto_has_a_turn_of_the_widest() -> None:
+    drafts, every = made(True, [15, 7, 3]), speculator.WIDEST_EVERY
+    chosen = []
+    for _ in range(2 * every):
+        # Neither is a draft.
+        assert drafts._choose_width(3, dummy_run=True).positions == 3
+        assert drafts._choose_width(0, dummy_run=False).positions == 3
+        chosen.append(drafts._choose_width(3, dummy_run=False).positions)
+    assert chosen == 2 * [15, *(every - 1) * [3]]
+
+
+class Graphs:
+    """A stand-in for a width's graph manager: what the speculator is while it captures."""
+
+    def __init__(self, drafts: Any, seen: list[tuple[int, ...]]) -> None:
+        self.drafts, self.seen = drafts, seen
+
+    def capture(self, generate: Any, *args: Any, prepare_forward: Any, **kwargs: Any) -> None:
+        drafts = self.drafts
+        assert drafts.query_cudagraph_manager is self
+        self.seen.append(
+            (
+                drafts.width.positions,
+                drafts._num_graph_context_tokens(2),
+            )
+        )
+
+
+def test_graphs_of_each_width_are_captured() -> None:
+    drafts = made(False, [15, 7, 3])
+    seen: list[tuple[int, ...]] = []
+    for width in drafts.widths:
+        setattr(drafts, width.manager, Graphs(drafts, seen))
+    buffers = torch.zeros(4, dtype=torch.int64)
+    drafts.sample_indices = drafts.sample_pos = drafts.sample_idx_mapping = buffers
+    drafts._context_slot_mappings = buffers
+    drafts.max_num_tokens = 8192
+    vars(drafts)["max_model_len"] = 512  # vLLM 0.33 has it from the model's configuration
+    for name in ("input_buffers", "block_tables", "attn_groups", "kv_cache_config"):
+        setattr(drafts, name, None)
+    drafts._group_causal = False
+    drafts.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
+    drafts.capture()
+    assert seen == [(15, 32), (7, 16), (3, 8)]
+    # Between drafts vLLM sees the widest.
+    assert drafts.width is drafts.widths[0]
+    assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15
+
+
+def test_each_width_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        cudagraph_utils,
+        "get_pp_group",
+        lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True),
+    )
+    # Its choice of mode is not of interest.
+    monkeypatch.setattr(
+        DFlashSpeculator,
+        "init_cudagraph_manager",
+        lambda self, mode: setattr(
+            self, "query_cudagraph_manager", SimpleNamespace(cudagraph_mode=mode)
+        ),
+    )
+    monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None)
+    scheduler = SimpleNamespace(max_num_seqs=NUM_REQS, max_num_batched_tokens=8192)
+    drafts = made(False, [15, 7, 3])
+    drafts.device, drafts.num_query_per_req = DEVICE, 16
+    spec = drafts.speculative_config
+    spec.depth, spec.block_size, spec.budget = 15, 16, 31
+    spec.uses_dynamic_speculative_decoding = lambda: False
+    rt = drafts.runtime
+    rt.top_k, rt.num_rows, rt.attention_form = TOP_K, 32, ""
+    drafts._schedule = [(1, 4, 31), (5, 40, 3)]
+    drafts.draft_model_config = SimpleNamespace(model="drafter")
+    drafts.vllm_config = SimpleNamespace(
+        scheduler_config=scheduler,
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=[1, 32, 512], max_cudagraph_capture_size=512
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        speculative_config=spec,
+        cache_config=SimpleNamespace(use_kda_recoverssm=False),
+    )
+    drafts.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    # As vLLM looks for what it must drop after it has measured graphs.
+    found = {value for value in vars(drafts).values() if isinstance(value, DraftGraphManager)}
+    assert found == {getattr(drafts, width.manager) for width in drafts.widths} and len(found) == 3
+    assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15
+    for width in drafts.widths:
+        manager = getattr(drafts, width.manager)
+        queries = 16  # the whole block, whatever is looked at
+        manager._graphs_captured = True
+        for num_reqs, graph in ((1, 1), (3, 4), (17, 24), (NUM_REQS, NUM_REQS)):
+            desc = manager.dispatch(num_reqs, num_reqs * queries, queries, 0)
+            assert desc.cg_mode == CUDAGraphMode.FULL
+            assert (desc.num_reqs, desc.num_tokens) == (graph, graph * queries)

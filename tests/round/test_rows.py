@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+import numpy as np
+import pytest
+import torch
+
+from tests.attention.tree_cases import ancestor_sets, pack_masks, random_tree
+from vllm_ddtree.round.rows import RowBuffers, prepare_rows
+from vllm_ddtree.round.trees import TreeBuffers
+
+MAX_ROWS, MAX_REQS = 400, 9
+
+
+def random_trees(budget: int, rng: np.random.Generator) -> TreeBuffers:
+    trees = TreeBuffers(MAX_REQS, budget, torch.get_default_device())
+    for slot in range(MAX_REQS):
+        num_rows = int(rng.integers(2, budget + 2))
+        sets = ancestor_sets(random_tree(rng, num_rows, 15))
+        trees.masks[slot, :num_rows] = pack_masks(sets, trees.num_words)
+        trees.depths[slot, :num_rows] = torch.tensor([len(s) - 1 for s in sets])
+        trees.num_nodes[slot] = num_rows - 1
+    return trees
+
+
+def stale_rows(budget: int) -> RowBuffers:
+    """Row buffers as a round with other contents left them."""
+    rows = RowBuffers(MAX_ROWS, MAX_REQS, budget, torch.get_default_device())
+    for tensor in (rows.positions, rows.masks, rows.path, rows.tail_lens, rows.prefix_lens):
+        tensor.fill_(-7)
+    return rows
+
+
+# (query rows, logits, computed tokens) of each request
+BATCHES = {
+    "one tree": [(8, 8, 100)],
+    "plain decode": [(1, 1, 5), (1, 1, 900)],
+    "mixed": [(1, 1, 3), (130, 1, 64), (8, 8, 2**20), (5, 1, 0), (3, 3, 0), (1, 1, 17)],
+    "rows before the tree": [(20, 4, 50), (8, 8, 33)],
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("budget", [7, 15, 31, 32, 70])
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+def test_rows_follow_the_trees(
+    batch: list[tuple[int, int, int]], budget: int, in_place: bool
+) -> None:
+    rng = np.random.default_rng(budget)
+    trees, rows = random_trees(budget, rng), stale_rows(budget)
+    num_reqs, padded_reqs, padded_rows = len(batch), 2, 11
+    slots = torch.tensor(rng.permutation(MAX_REQS)[:num_reqs])
+    lens = [query_len for query_len, _, _ in batch]
+    num_rows = sum(lens)
+    starts = torch.tensor(np.cumsum([0, *lens, 0, 0]), dtype=torch.int32)
+    logits = torch.tensor(np.cumsum([0] + [n for _, n, _ in batch]), dtype=torch.int32)
+    seq_lens = torch.tensor([c + q for q, _, c in batch] + [1] * padded_reqs, dtype=torch.int32)
+    linear = torch.cat([torch.arange(c, c + q) for q, _, c in batch])
+
+    expected = RowBuffers(MAX_ROWS, MAX_REQS, budget, torch.get_default_device())
+    expected.positions[:num_rows] = linear
+    for req, (query_len, n, computed) in enumerate(batch):
+        if n == 1:
+            continue
+        end = int(starts[req + 1])
+        root_position = computed + query_len - n
+        expected.positions[end - n : end] = root_position + trees.depths[slots[req], :n]
+        expected.masks[end - n : end] = trees.masks[slots[req], :n]
+        expected.tail_lens[req] = n
+        expected.prefix_lens[req] = root_position
+
+    if in_place:
+        rows.positions[:num_rows] = linear
+        linear = rows.positions
+    prepare_rows(
+        trees,
+        rows,
+        slots,
+        starts,
+        logits,
+        seq_lens,
+        linear,
+        num_reqs,
+        num_reqs + padded_reqs,
+        num_rows + padded_rows,
+        max(lens),
+    )
+    num_reqs += padded_reqs
+    num_rows += padded_rows
+    for name, filled in [
+        ("positions", num_rows),
+        ("masks", num_rows),
+        ("path", num_rows),
+        ("tail_lens", num_reqs),
+        ("prefix_lens", num_reqs),
+    ]:
+        got, want = getattr(rows, name), getattr(expected, name)
+        torch.testing.assert_close(got[:filled], want[:filled], rtol=0, atol=0, msg=name)
+        assert (got[filled:] == -7).all(), f"{name} written past the batch"
+
+
+def test_dummy_request_has_no_tree() -> None:
+    trees, rows = random_trees(7, np.random.default_rng(0)), stale_rows(7)
+    starts = torch.tensor([0, 8, 16], dtype=torch.int32)
+    prepare_rows(
+        trees,
+        rows,
+        torch.tensor([-1, 4]),
+        starts,
+        starts,
+        torch.tensor([8, 30], dtype=torch.int32),
+        torch.arange(16),
+        2,
+        2,
+        16,
+        8,
+    )
+    assert rows.tail_lens[:2].tolist() == [0, 8]
+    assert rows.prefix_lens[:2].tolist() == [0, 22]
+    assert rows.positions[:8].tolist() == list(range(8))
+    assert (rows.masks[:8] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_reqs", "num_rows"),
+    [(8, 1, 8), (7, MAX_REQS + 1, 8), (7, 1, MAX_ROWS + 1)],
+    ids=["another budget", "too many requests", "too many rows"],
+)
+def test_what_does_not_fit_is_refused(budget: int, num_reqs: int, num_rows: int) -> None:
+    trees = TreeBuffers(MAX_REQS, 7, torch.get_default_device())
+    index = torch.zeros(num_reqs + 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="row buffers"):
+        prepare_rows(
+            trees,
+            stale_rows(budget),
+            index,
+            index.int(),
+            index.int(),
+            index.int(),
+            index,
+            num_reqs,
+            num_reqs,
+            num_rows,
+            8,
+        )
+
+
+def test_budget_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="budget"):
+        RowBuffers(16, 2, 0, torch.get_default_device())
