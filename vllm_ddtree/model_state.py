@@ -20,8 +20,8 @@ from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
 from vllm_ddtree.invariants.free_slots import FreeSlots
 from vllm_ddtree.invariants.step import check_step
 from vllm_ddtree.invariants.stop import Broken, of_all_ranks
-from vllm_ddtree.metrics.rounds import Form, step_forms
 from vllm_ddtree.round import runtime
+from vllm_ddtree.round.kinds import RoundKind, step_kinds
 from vllm_ddtree.round.rows import prepare_rows
 from vllm_ddtree.round.runtime import Step
 from vllm_ddtree.sampler.chain_requests import has_custom_processors, needs_chain
@@ -34,7 +34,7 @@ logger = init_logger("vllm.ddtree")
 MIXED_TREE_TOKENS = 1024
 """Tokens from which a step with prefills verifies trees, at a hidden size of 4096 on one GPU. The
 host launches such a step's attention layer by layer. In a small one the GPU waits for that, and
-chains, which need no launch beyond vLLM's own, are the faster form; in a large one the launches
+chains, which need no launch beyond vLLM's own, are the faster kind; in a large one the launches
 hide behind the prefill."""
 
 
@@ -117,7 +117,7 @@ class DDTreeStateMixin:
         rt, device = self.runtime, self.device  # type: ignore[attr-defined]
         none = torch.full((1,), -1, dtype=torch.int64, device=device)
         zeros = torch.zeros(2, dtype=torch.int32, device=device)
-        as_chains(rt.trees, none, zeros, zeros, zeros, rt.depth, 1)
+        as_chains(rt.trees, none, zeros, zeros, zeros, rt.max_depth, 1)
         path_logit_rows(rt.path_rows[:1], rt.path_lens[:1], zeros, none)
 
     def compactors(self) -> list[tuple[int, KVCompactor]]:
@@ -163,10 +163,10 @@ class DDTreeStateMixin:
                 batch.query_start_loc,
                 cu_num_logits,
                 batch.input_ids,
-                rt.depth,
+                rt.max_depth,
                 batch.num_reqs,
             )
-        form = Form.MIXED if narrow else Form.CHOSEN if chains else Form.TREE
+        kind = RoundKind.MIXED if narrow else RoundKind.CHOSEN if chains else RoundKind.TREE
         rt.step = Step(
             # A tree of one node is a chain.
             has_trees=most > 2 and not chains,
@@ -179,9 +179,9 @@ class DDTreeStateMixin:
             req_ids=batch.req_ids,
             query_start_loc=batch.query_start_loc,
             slot_mappings=slot_mappings,
-            forms=None
+            kinds=None
             if for_capture
-            else step_forms(self._chain.np[batch.idx_mapping_np], self._all_chain, form),
+            else step_kinds(self._chain.np[batch.idx_mapping_np], self._all_chain, kind),
         )
         prepare_rows(
             rt.trees,

@@ -95,7 +95,7 @@ def test_windows_soft_caps_and_sinks_reach_the_layers() -> None:
     layers["draft"] = make_layer(sliding_window=5)
     layers["draft"].is_draft_layer = True
     context = SimpleNamespace(static_forward_context=layers)
-    runtime: Any = SimpleNamespace(depth=15)
+    runtime: Any = SimpleNamespace(max_depth=15)
     form = install_tree_attention(SimpleNamespace(compilation_config=context), runtime)
     assert form == "Triton prefix + Triton tail"
     impls = {name: layer.impl for name, layer in layers.items()}
@@ -122,7 +122,7 @@ def test_flashinfers_layers_become_tree_aware(
     sinks, layer.impl = layer.impl.sinks, impl_class.__new__(impl_class)
     layer.impl.sinks, layer.is_draft_layer = sinks, False
     context = SimpleNamespace(static_forward_context={"target": layer})
-    runtime: Any = SimpleNamespace(depth=15)
+    runtime: Any = SimpleNamespace(max_depth=15)
     found = install_tree_attention(SimpleNamespace(compilation_config=context), runtime)
     assert found.startswith(form)
     assert type(layer.impl).__name__ == "TreeFlashInferImpl"
@@ -196,7 +196,7 @@ def test_latent_layers_become_tree_aware(
     layer, draft = make_latent_layer(impl=kind.get_impl_cls(), attn_backend=kind), make_layer()
     layer.is_draft_layer, draft.is_draft_layer = False, True
     context = SimpleNamespace(static_forward_context={"target": layer, "draft": draft})
-    runtime: Any = SimpleNamespace(depth=15)
+    runtime: Any = SimpleNamespace(max_depth=15)
     assert install_tree_attention(SimpleNamespace(compilation_config=context), runtime) == form
     impl, builder = kind.get_impl_cls().__name__, kind.get_builder_cls().__name__
     assert type(layer.impl).__name__ == f"Tree{impl}" and layer.impl.tree_runtime is runtime

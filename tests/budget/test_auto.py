@@ -11,7 +11,15 @@ import torch
 from tests.budget.test_acceptance import Rounds
 from vllm_ddtree.budget import cost
 from vllm_ddtree.budget.acceptance import Acceptance
-from vllm_ddtree.budget.auto import READ_AFTER, READ_EVERY, TIERS, AutoBudget, Watch, attach
+from vllm_ddtree.budget.auto import (
+    READ_AFTER,
+    READ_EVERY,
+    TIERS,
+    AutoBudget,
+    Choice,
+    Watch,
+    attach,
+)
 from vllm_ddtree.budget.cost import Costs, measurable
 from vllm_ddtree.graphs.chains import asks_for_chains
 from vllm_ddtree.integration import observe_steps
@@ -114,7 +122,7 @@ def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
             if step % READ_EVERY == 0:
                 auto.refresh()
                 auto._tokens = dict.fromkeys(auto._tokens, 1.0)
-                auto._tokens |= {(31, False): tokens_31, (15, False): tokens_15}
+                auto._tokens |= {Choice(31, False): tokens_31, Choice(15, False): tokens_15}
             budget = auto[32]
             costs.observe(budget, 32, costs.rounds[budget + 1, 32] + context_ms)
         return auto[32]
@@ -128,13 +136,13 @@ def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
 def test_a_chain_where_it_is_faster() -> None:
     costs = machine(knee=160)
     costs.chains = {shape: 0.9 * ms for shape, ms in costs.rounds.items() if shape[0] == 16}
-    auto = AutoBudget(costs, max_num_seqs=8, depth=15)
+    auto = AutoBudget(costs, max_num_seqs=8, max_depth=15)
     # A sure drafter: a wide tree accepts no more than a chain of its best tokens.
     sure = [1.0] * 16 + [0.0] * 48
     rounds = Rounds(64, sure, sure, spine=1.0)
     auto.acceptance.update(rounds.verify(63, 3000))
     auto.refresh()
-    assert auto.form(1) == (15, True) and auto[1] == 15
+    assert auto.choice(1) == (15, True) and auto[1] == 15
     assert auto.ranges()[0] == (1, 8, "chain of 15")
     # A drafter whose best token is right half the time: trees, however cheap the chain.
     unsure = [1.0] + [0.5] * 31 + [0.0] * 32
@@ -142,14 +150,14 @@ def test_a_chain_where_it_is_faster() -> None:
     auto.acceptance = Acceptance(15)
     auto.acceptance.update(rounds.verify(63, 3000))
     auto.refresh()
-    assert not any(auto.form(n)[1] for n in range(1, 9))
+    assert not any(auto.choice(n)[1] for n in range(1, 9))
 
 
 def test_no_chain_deeper_than_the_drafter() -> None:
     costs = machine(knee=160)
     costs.chains = dict.fromkeys(costs.rounds, 0.01)
-    auto = AutoBudget(costs, max_num_seqs=8, depth=9)
-    assert {auto.form(n) for n in range(1, 9)} == {(7, True)}
+    auto = AutoBudget(costs, max_num_seqs=8, max_depth=9)
+    assert {auto.choice(n) for n in range(1, 9)} == {(7, True)}
 
 
 def test_chains_are_timed_apart() -> None:
@@ -179,7 +187,7 @@ def test_drafting_is_tried_again() -> None:
 
 
 def test_depth_bounds_what_is_expected() -> None:
-    auto = AutoBudget(machine(knee=160), max_num_seqs=4, depth=1)
+    auto = AutoBudget(machine(knee=160), max_num_seqs=4, max_depth=1)
     assert max(auto.acceptance.expected(budget) for budget in TIERS) <= 1.0
 
 
@@ -201,7 +209,7 @@ def output(lengths: dict[str, int], drafts: int) -> Any:
 def test_watch_marks_steps_of_chains() -> None:
     costs = machine(knee=160)
     costs.chains = {(16, n): 0.01 for n in (1, 2, 4, 8)}
-    watch = Watch(AutoBudget(costs, max_num_seqs=8, depth=15), Executor([]))
+    watch = Watch(AutoBudget(costs, max_num_seqs=8, max_depth=15), Executor([]))
     for lengths, chain in (
         ({"a": 16, "b": 16}, True),
         ({"a": 32, "b": 32}, False),  # drafted before the choice changed
@@ -320,7 +328,7 @@ def test_attach_passes_outputs_on() -> None:
         model_executor=Executor([]),
         vllm_config=SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=4),
-            speculative_config=SimpleNamespace(depth=15),
+            speculative_config=SimpleNamespace(max_depth=15),
         ),
     )
     observer = attach(core, machine(knee=160))

@@ -35,7 +35,7 @@ __all__ = [
     "keep_async",
     "open_engine",
     "run_engine",
-    "watch_widths",
+    "watch_reaches",
 ]
 
 # Python code of different lengths; one token, and one that fills several KV blocks, among them.
@@ -140,22 +140,22 @@ class Draft:
     verified: int
     """Of the longest tree that the step verified."""
     positions: int
-    """Its width."""
+    """Its reach."""
 
 
-def watch_widths(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
+def watch_reaches(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     """Every draft from now on, dummy ones left out; grows while engines serve."""
     from vllm_ddtree.proposer.speculator import DDTreeSpeculator
 
     drafts: list[Draft] = []
-    choose = DDTreeSpeculator._choose_width
+    choose = DDTreeSpeculator._choose_reach
 
     def chosen(self: Any, num_nodes: int | None, dummy_run: bool) -> Any:
-        width = choose(self, num_nodes, dummy_run)
+        reach = choose(self, num_nodes, dummy_run)
         if num_nodes is not None and not dummy_run:
             verified = max(0, self.runtime.step.max_verify_len - 1)
-            drafts.append(Draft(num_nodes, verified, width.positions))
-        return width
+            drafts.append(Draft(num_nodes, verified, reach.positions))
+        return reach
 
-    monkeypatch.setattr(DDTreeSpeculator, "_choose_width", chosen)
+    monkeypatch.setattr(DDTreeSpeculator, "_choose_reach", chosen)
     return drafts

@@ -23,7 +23,7 @@ from tests.engine.harness import (
     greedy,
     open_engine,
     run_engine,
-    watch_widths,
+    watch_reaches,
 )
 from tests.engine.known import model_runner
 from tests.oracle import Drafter, Round, Target, Trace, acceptance_length
@@ -143,11 +143,11 @@ def test_a_tree_accepts_more_than_the_chain(pair: Pair) -> None:
     assert acceptance_length(tree) > acceptance_length(chain)
 
 
-def test_rounds_of_changing_widths(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that changes at every step: each draft has the positions it needs, and each round
-    accepts what the oracle accepts of such drafts. The meter counts the trees of the widest."""
+    accepts what the oracle accepts of such drafts. The meter counts the trees of the longest."""
     every = 5
-    monkeypatch.setattr(speculator, "WIDEST_EVERY", every)
+    monkeypatch.setattr(speculator, "LONGEST_EVERY", every)
     costs = cost.Costs({(budget + 1, 2): 10.0 for budget in auto.TIERS})
     monkeypatch.setattr(cost, "measure", lambda worker: costs)
     order = itertools.cycle([3, 3, 1, 7, 3, 0, 15, 1, 3, 5, 3])
@@ -155,7 +155,7 @@ def test_rounds_of_changing_widths(nano_pair: Pair, monkeypatch: pytest.MonkeyPa
     spec = {"method": "ddtree", "model": str(nano_pair.drafter), "budget": "auto"}
     # One of them ends at the length limit.
     requests = list(zip(traces(nano_pair), REQUESTS, strict=True))[:3:2]
-    drafts = watch_widths(monkeypatch)
+    drafts = watch_reaches(monkeypatch)
     with open_engine(
         nano_pair.target,
         spec,
@@ -172,9 +172,9 @@ def test_rounds_of_changing_widths(nano_pair: Pair, monkeypatch: pytest.MonkeyPa
     turn = 0
     for draft in drafts:
         turn += draft.nodes > 0
-        widest = draft.nodes > 0 and turn % every == 1
-        narrow = max(draft.nodes, draft.verified) <= 3 and not widest
-        assert draft.positions == (3 if narrow else 7), draft
+        longest = draft.nodes > 0 and turn % every == 1
+        short = max(draft.nodes, draft.verified) <= 3 and not longest
+        assert draft.positions == (3 if short else 7), draft
     expected_trees = 0
     for (trace, _), output in zip(requests, result.outputs, strict=True):
         tokens = output.outputs[0].token_ids

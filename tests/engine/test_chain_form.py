@@ -61,7 +61,7 @@ def test_forms_alternate(
     nano_pair: Pair, steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = itertools.cycle([True, False, False, True, True, False])
-    monkeypatch.setattr(auto.AutoBudget, "form", lambda self, n: (CHAIN, next(order)))
+    monkeypatch.setattr(auto.AutoBudget, "choice", lambda self, n: (CHAIN, next(order)))
     got = run_engine(nano_pair.target, auto_budget(nano_pair), PROMPTS[:4], MIXED)
     assert got.token_ids == run_engine(nano_pair.target, None, PROMPTS[:4], MIXED).token_ids
     assert set(steps) == {"chain", "tree"}

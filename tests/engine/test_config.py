@@ -49,7 +49,7 @@ def refusal(make: Callable[[], Any]) -> str:
 def test_defaults() -> None:
     spec = build().speculative_config
     assert spec.auto_budget
-    assert (spec.budget, spec.top_k, spec.depth, spec.block_size) == (63, 16, 7, 8)
+    assert (spec.budget, spec.top_k, spec.depth_limit, spec.block_size) == (63, 16, 7, 8)
     # Toward vLLM: a DFlash draft of as many tokens as there are nodes.
     assert spec.method == "dflash" and spec.num_speculative_tokens == 63
     assert repr(spec) == (
@@ -73,14 +73,14 @@ def test_defaults() -> None:
 )
 def test_values(keys: dict[str, Any], expected: tuple[int, int, int]) -> None:
     spec = build(keys, max_num_batched_tokens=4096).speculative_config
-    assert (spec.budget, spec.top_k, spec.depth) == expected
+    assert (spec.budget, spec.top_k, spec.depth_limit) == expected
 
 
 @pytest.mark.parametrize("budget", [1, 5, 7, 8, 31])
 def test_lookahead_covers_tree_and_draft_block(budget: int) -> None:
     config = build({"budget": budget})
     assert config.num_lookahead_tokens == max(budget + 1, 8)
-    assert config.speculative_config.reach == min(budget, 7)
+    assert config.speculative_config.max_depth == min(budget, 7)
 
 
 def test_dflash_keys_keep_their_meaning() -> None:
@@ -198,7 +198,7 @@ def test_short_flags() -> None:
         .create_engine_config()
         .speculative_config
     )
-    assert (spec.budget, spec.depth) == (63, 3)
+    assert (spec.budget, spec.depth_limit) == (63, 3)
     mixed = args(spec_method="ddtree", spec_model=str(DRAFTER), speculative_config={"budget": 9})
     assert mixed.create_engine_config().speculative_config.budget == 9
     for flag, more in (
@@ -226,9 +226,9 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
     given = {"method": "ddtree", "model": str(DRAFTER), "budget": 12, "top_k": 5}
     for flag in ("--speculative-config", "-sc"):
         spec = parse([flag, json.dumps(given)])
-        assert (spec.budget, spec.top_k, spec.depth) == (12, 5, 7)
+        assert (spec.budget, spec.top_k, spec.depth_limit) == (12, 5, 7)
     spec = parse(["--spec-method", "ddtree", "--spec-model", str(DRAFTER), "--spec-tokens", "2"])
-    assert (spec.budget, spec.depth) == (63, 2)
+    assert (spec.budget, spec.depth_limit) == (63, 2)
     dotted = [f"--speculative-config.{key}={value}" for key, value in given.items()]
     assert parse(dotted).budget == 12
     config = tmp_path / "serve.yaml"
@@ -237,7 +237,7 @@ def test_command_line_and_yaml(tmp_path: Path) -> None:
         f"  method: ddtree\n  model: {DRAFTER}\n  budget: 12\n  num-speculative-tokens: 4\n"
     )
     spec = parse(["--config", str(config)])
-    assert (spec.budget, spec.depth) == (12, 4)
+    assert (spec.budget, spec.depth_limit) == (12, 4)
 
 
 def edited(source: Path, folder: Path, **changes: Any) -> Path:
@@ -274,7 +274,7 @@ def test_wrong_drafters(tmp_path: Path, changes: dict[str, Any], parts: list[str
 def test_a_longer_block_allows_a_deeper_tree(tmp_path: Path) -> None:
     drafter = edited(DRAFTER, tmp_path / "drafter", block_size=16)
     spec = build({"model": str(drafter), "budget": 5}).speculative_config
-    assert (spec.budget, spec.depth, spec.block_size) == (5, 15, 16)
+    assert (spec.budget, spec.depth_limit, spec.block_size) == (5, 15, 16)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_keys_together(seed: int) -> None:
         expected = 63 if auto else max(nodes for _, _, nodes in schedule) if schedule else budget
         assert spec.budget == spec.num_speculative_tokens == expected
         assert spec.top_k == min(keys.get("top_k") or 16, expected)
-        assert spec.depth == (keys.get("num_speculative_tokens") or 7)
+        assert spec.depth_limit == (keys.get("num_speculative_tokens") or 7)
         assert spec.auto_budget == auto
         built += 1
     assert built > 10 and refused > 10

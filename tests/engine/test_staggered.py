@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Pair
-from tests.engine.harness import PROMPTS, greedy, keep_async, open_engine, watch_widths
+from tests.engine.harness import PROMPTS, greedy, keep_async, open_engine, watch_reaches
 from vllm_ddtree.budget import auto, cost
 from vllm_ddtree.round.meter import Counts
 
@@ -63,7 +63,7 @@ def plain(pair: Pair) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("spec", "widths"),
+    ("spec", "reaches"),
     [
         (
             {"budget_per_batch_size": [[1, 1, 0], [2, 2, 9], [3, 3, 1], [4, 4, 0], [5, 8, 5]]},
@@ -74,15 +74,15 @@ def plain(pair: Pair) -> list[list[int]]:
     ids=["none in between", "depth 1"],
 )
 def test_schedules(
-    nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], widths: set[int]
+    nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], reaches: set[int]
 ) -> None:
     keep_async(monkeypatch)
-    drafts = watch_widths(monkeypatch)
+    drafts = watch_reaches(monkeypatch)
     config = {"method": "ddtree", "model": str(nano_pair.drafter), **spec}
     with open_engine(nano_pair.target, config, **ENGINE) as llm:
         assert serve(llm) == plain(nano_pair)
-    assert {draft.positions for draft in drafts} == widths
-    assert all(d.positions >= min(max(d.nodes, d.verified), max(widths)) for d in drafts)
+    assert {draft.positions for draft in drafts} == reaches
+    assert all(d.positions >= min(max(d.nodes, d.verified), max(reaches)) for d in drafts)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -115,7 +115,7 @@ def test_auto_on_a_live_engine(
         updates.append(counts)
         update(self, counts)
 
-    drafts = watch_widths(monkeypatch)
+    drafts = watch_reaches(monkeypatch)
     monkeypatch.setattr(cost, "measure", measured)
     monkeypatch.setattr(auto, "READ_EVERY", 8)
     monkeypatch.setattr(auto.AutoBudget, "__getitem__", choose)

@@ -161,8 +161,8 @@ def count_drafts(llm: LLM) -> Counter[int]:
 
         manager.run_fullgraph = count
 
-    for width in drafter.widths:
-        watch(getattr(drafter, width.manager), width.positions)
+    for reach in drafter.reaches:
+        watch(getattr(drafter, reach.manager), reach.positions)
     return counts
 
 

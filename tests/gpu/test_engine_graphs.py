@@ -33,7 +33,7 @@ MODES: dict[str, tuple[int | str | list[list[int]], dict[str, Any], bool]] = {
         },
         True,
     ),
-    # As many widths of the draft as there can be.
+    # As many reaches of the draft as there can be.
     "schedule": ([[1, 2, 15], [3, 4, 7], [5, 6, 3]], GRAPHS, True),
     "eager": (31, {"enforce_eager": True}, False),
     "auto": (
@@ -85,7 +85,7 @@ def test_batches_between_captured_sizes(runs: Runs) -> None:
     assert max(running for _, running in run.replays) <= 6
 
 
-def test_drafts_of_each_width_are_graphs(runs: Runs) -> None:
+def test_drafts_of_each_reach_are_graphs(runs: Runs) -> None:
     assert set(run_of(runs, "schedule").drafts) == {15, 7, 3}
     assert set(run_of(runs, "default").drafts) == {15}
 

@@ -35,7 +35,7 @@ class State:
     def __init__(self, device: torch.device) -> None:
         self.runtime = rt = Runtime(
             budget=BUDGET,
-            depth=DEPTH,
+            max_depth=DEPTH,
             top_k=TOP_K,
             trees=TreeBuffers(SLOTS, BUDGET, device),
             rows=RowBuffers(128, SLOTS, BUDGET, device),

@@ -16,14 +16,12 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_ddtree.integration import observe_steps
 from vllm_ddtree.metrics.rounds import (
-    LABELS,
-    Form,
     RoundCounts,
     StepFacts,
-    step_forms,
     with_facts,
 )
 from vllm_ddtree.metrics.scheduler import attach, take_counts
+from vllm_ddtree.round.kinds import LABELS, RoundKind, step_kinds
 
 BUDGET, DEPTH, TOP_K = 12, 4, 6
 
@@ -101,8 +99,8 @@ def test_counts_against_a_plain_reference() -> None:
             num_invalid_spec_tokens={"r0": 3},  # what the scheduler knows is known better
         )
         chain = rng.integers(0, 2, num_reqs)
-        other = Form(rng.choice([Form.TREE, Form.MIXED, Form.CHOSEN]))
-        forms = step_forms(chain[order], False, other)
+        other = RoundKind(rng.choice([RoundKind.TREE, RoundKind.MIXED, RoundKind.CHOSEN]))
+        kinds = step_kinds(chain[order], False, other)
         walked = rng.integers(0, TOP_K, (num_reqs, DEPTH + 1)).astype(np.uint8)
         walked[:, 0] = rng.integers(0, 6, num_reqs)
         sampled: list[list[int]] = [[] for _ in names]
@@ -119,7 +117,7 @@ def test_counts_against_a_plain_reference() -> None:
                 scheduled.num_scheduled_tokens[request] = 1
                 sampled[row] = [7]
                 if not gone and not first:
-                    expected.rounds[Form.NO_DRAFTS if budget else Form.BUDGET_0] += 1
+                    expected.rounds[RoundKind.NO_DRAFTS if budget else RoundKind.BUDGET_0] += 1
                 continue
             rows = max(1, int(rng.integers(nodes, BUDGET)))
             scheduled.num_scheduled_tokens[request] = 1 + rows
@@ -127,10 +125,10 @@ def test_counts_against_a_plain_reference() -> None:
             sampled[row] = [7] * (accepted + 1)
             if gone:
                 continue
-            form = Form.PARAMETERS if chain[i] else other
-            if form == Form.TREE and nodes == 1:
-                form = Form.ONE_NODE
-            expected.rounds[form if nodes else Form.REFUSED] += 1
+            kind = RoundKind.PARAMETERS if chain[i] else other
+            if kind == RoundKind.TREE and nodes == 1:
+                kind = RoundKind.ONE_NODE
+            expected.rounds[kind if nodes else RoundKind.REFUSED] += 1
             expected.nodes += nodes
             for rank in walked[row, 1 : accepted + 1]:
                 expected.ranks[rank] += 1
@@ -139,7 +137,7 @@ def test_counts_against_a_plain_reference() -> None:
         output = ModelRunnerOutput(
             [names[i] for i in order], {names[i]: row for row, i in enumerate(order)}, sampled
         )
-        output.ddtree_facts = StepFacts(forms, walked)
+        output.ddtree_facts = StepFacts(kinds, walked)
         expected.budget = budget = scheduled.num_spec_tokens_to_schedule
         sent = scheduler.update_from_output(scheduled, pickle.loads(pickle.dumps(output)))
         assert sent is not None
@@ -153,7 +151,8 @@ def test_counts_against_a_plain_reference() -> None:
         assert (stats.num_drafts, stats.num_draft_tokens) == (drafts, expected.nodes)
         assert sum(stats.num_accepted_tokens_per_pos) == accepted_nodes
         total.add(expected)
-    assert all(n > 0 for form, n in zip(Form, total.rounds, strict=True) if form != Form.PROCESSORS)
+    seen = {kind for kind, n in zip(RoundKind, total.rounds, strict=True) if n > 0}
+    assert seen == set(RoundKind) - {RoundKind.PROCESSORS}
     assert total.nodes > 0 and min(total.ranks) > 0
 
 
@@ -170,13 +169,13 @@ def test_nothing_is_counted_without_statistics() -> None:
 
 
 @pytest.mark.parametrize(("all_chain", "asked"), [(False, "PARAMETERS"), (True, "PROCESSORS")])
-def test_forms(all_chain: bool, asked: str) -> None:
+def test_kinds(all_chain: bool, asked: str) -> None:
     chain = np.array([0, 1, 0, 1], np.int32)
-    for other in (Form.TREE, Form.MIXED, Form.CHOSEN):
-        forms = step_forms(chain, all_chain, other)
-        assert (forms.asked, forms.others) == (Form[asked], other)
-        assert forms.chain is chain
-    assert len(set(LABELS.values())) == len(Form)
+    for other in (RoundKind.TREE, RoundKind.MIXED, RoundKind.CHOSEN):
+        kinds = step_kinds(chain, all_chain, other)
+        assert (kinds.asked, kinds.others) == (RoundKind[asked], other)
+        assert kinds.chain is chain
+    assert len(set(LABELS.values())) == len(RoundKind)
 
 
 def test_facts_leave_with_the_output() -> None:
@@ -189,9 +188,9 @@ def test_facts_leave_with_the_output() -> None:
     waiting = SimpleNamespace(sampler_output=SimpleNamespace(), sampled_token_ids=wide)
     plain = with_facts(get_output, waiting)
     assert plain.tokens == wide.tolist() and not hasattr(plain, "ddtree_facts")
-    forms = step_forms(np.zeros(2, np.int32), False, Form.TREE)
-    waiting = SimpleNamespace(sampler_output=SimpleNamespace(forms=forms), sampled_token_ids=wide)
+    kinds = step_kinds(np.zeros(2, np.int32), False, RoundKind.TREE)
+    waiting = SimpleNamespace(sampler_output=SimpleNamespace(kinds=kinds), sampled_token_ids=wide)
     output = with_facts(get_output, waiting)
     assert output.tokens == [[0, 1, 2], [6, 7, 8]]
     assert output.ddtree_facts.walked.tolist() == [[3, 4, 5], [9, 10, 11]]
-    assert output.ddtree_facts.forms is forms
+    assert output.ddtree_facts.kinds is kinds

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm_ddtree.budget.auto import SCHEDULE, TIERS
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer import speculator
-from vllm_ddtree.proposer.reach import draft_widths, make_widths
+from vllm_ddtree.proposer.reach import draft_reaches, make_reaches
 from vllm_ddtree.proposer.speculator import DDTreeSpeculator
 
 NUM_REQS, TOP_K = 40, 4
@@ -39,30 +39,30 @@ DEVICE = torch.device("cpu")
     ],
 )
 def test_positions(depth: int, budgets: list[int], positions: list[int]) -> None:
-    assert draft_widths(depth, budgets) == positions
+    assert draft_reaches(depth, budgets) == positions
 
 
-def test_auto_begins_with_its_widths() -> None:
+def test_auto_begins_with_its_reaches() -> None:
     assert {budget for _, _, budget in SCHEDULE} <= set(TIERS)
 
 
-def test_widths_share_their_storage() -> None:
-    widths = make_widths([15, 7, 3], NUM_REQS, TOP_K, DEVICE)
-    for width in widths:
-        for values in (width.log_probs, width.token_ids):
-            assert values.shape == (NUM_REQS, width.positions, TOP_K)
+def test_reaches_share_their_storage() -> None:
+    reaches = make_reaches([15, 7, 3], NUM_REQS, TOP_K, DEVICE)
+    for reach in reaches:
+        for values in (reach.log_probs, reach.token_ids):
+            assert values.shape == (NUM_REQS, reach.positions, TOP_K)
             assert values[:5].is_contiguous()
-        assert width.context.rows == width.positions + 1
-    assert len({width.log_probs.data_ptr() for width in widths}) == 1
-    assert len({width.token_ids.data_ptr() for width in widths}) == 1
+        assert reach.context.rows == reach.positions + 1
+    assert len({reach.log_probs.data_ptr() for reach in reaches}) == 1
+    assert len({reach.token_ids.data_ptr() for reach in reaches}) == 1
 
 
 def made(auto: bool, positions: list[int], depth: int = 15) -> Any:
-    """A speculator with what its widths need."""
+    """A speculator with what its reaches need."""
     made = object.__new__(DDTreeSpeculator)
-    made.widths = make_widths(positions, NUM_REQS, TOP_K, DEVICE)
+    made.reaches = make_reaches(positions, NUM_REQS, TOP_K, DEVICE)
     step = SimpleNamespace(max_verify_len=0)
-    made.runtime = SimpleNamespace(depth=depth, step=step)  # type: ignore[assignment]
+    made.runtime = SimpleNamespace(max_depth=depth, step=step)  # type: ignore[assignment]
     made.speculative_config = SimpleNamespace(auto_budget=auto)
     made._drafts = 0
     return made
@@ -84,28 +84,28 @@ def made(auto: bool, positions: list[int], depth: int = 15) -> Any:
         (0, None, 15),
     ],
 )
-def test_a_round_takes_the_narrowest_that_holds_both(
+def test_a_round_takes_the_shortest_that_holds_both(
     verified: int, drafted: int | None, positions: int
 ) -> None:
     drafts = made(False, [15, 7, 3])
     drafts.runtime.step.max_verify_len = verified + 1 if verified else 0
-    for _ in range(2 * speculator.WIDEST_EVERY):  # a schedule has no turn of the widest
-        assert drafts._choose_width(drafted, False).positions == positions
+    for _ in range(2 * speculator.LONGEST_EVERY):  # a schedule has no turn of the longest
+        assert drafts._choose_reach(drafted, False).positions == positions
 
 
-def test_auto_has_a_turn_of_the_widest() -> None:
-    drafts, every = made(True, [15, 7, 3]), speculator.WIDEST_EVERY
+def test_auto_has_a_turn_of_the_longest() -> None:
+    drafts, every = made(True, [15, 7, 3]), speculator.LONGEST_EVERY
     chosen = []
     for _ in range(2 * every):
         # Neither is a draft.
-        assert drafts._choose_width(3, dummy_run=True).positions == 3
-        assert drafts._choose_width(0, dummy_run=False).positions == 3
-        chosen.append(drafts._choose_width(3, dummy_run=False).positions)
+        assert drafts._choose_reach(3, dummy_run=True).positions == 3
+        assert drafts._choose_reach(0, dummy_run=False).positions == 3
+        chosen.append(drafts._choose_reach(3, dummy_run=False).positions)
     assert chosen == 2 * [15, *(every - 1) * [3]]
 
 
 class Graphs:
-    """A stand-in for a width's graph manager: what the speculator is while it captures."""
+    """A stand-in for a reach's graph manager: what the speculator is while it captures."""
 
     def __init__(self, drafts: Any, seen: list[tuple[int, ...]]) -> None:
         self.drafts, self.seen = drafts, seen
@@ -115,17 +115,17 @@ class Graphs:
         assert drafts.query_cudagraph_manager is self
         self.seen.append(
             (
-                drafts.width.positions,
+                drafts.reach.positions,
                 drafts._num_graph_context_tokens(2),
             )
         )
 
 
-def test_graphs_of_each_width_are_captured() -> None:
+def test_graphs_of_each_reach_are_captured() -> None:
     drafts = made(False, [15, 7, 3])
     seen: list[tuple[int, ...]] = []
-    for width in drafts.widths:
-        setattr(drafts, width.manager, Graphs(drafts, seen))
+    for reach in drafts.reaches:
+        setattr(drafts, reach.manager, Graphs(drafts, seen))
     buffers = torch.zeros(4, dtype=torch.int64)
     drafts.sample_indices = drafts.sample_pos = drafts.sample_idx_mapping = buffers
     drafts._context_slot_mappings = buffers
@@ -137,12 +137,12 @@ def test_graphs_of_each_width_are_captured() -> None:
     drafts.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     drafts.capture()
     assert seen == [(15, 32), (7, 16), (3, 8)]
-    # Between drafts vLLM sees the widest.
-    assert drafts.width is drafts.widths[0]
+    # Between drafts vLLM sees the longest.
+    assert drafts.reach is drafts.reaches[0]
     assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15
 
 
-def test_each_width_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reach_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cudagraph_utils,
         "get_pp_group",
@@ -161,7 +161,7 @@ def test_each_width_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = made(False, [15, 7, 3])
     drafts.device, drafts.num_query_per_req = DEVICE, 16
     spec = drafts.speculative_config
-    spec.depth, spec.block_size, spec.budget = 15, 16, 31
+    spec.depth_limit, spec.block_size, spec.budget = 15, 16, 31
     spec.uses_dynamic_speculative_decoding = lambda: False
     rt = drafts.runtime
     rt.top_k, rt.num_rows, rt.attention_form = TOP_K, 32, ""
@@ -179,10 +179,10 @@ def test_each_width_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
     # As vLLM looks for what it must drop after it has measured graphs.
     found = {value for value in vars(drafts).values() if isinstance(value, DraftGraphManager)}
-    assert found == {getattr(drafts, width.manager) for width in drafts.widths} and len(found) == 3
+    assert found == {getattr(drafts, reach.manager) for reach in drafts.reaches} and len(found) == 3
     assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15
-    for width in drafts.widths:
-        manager = getattr(drafts, width.manager)
+    for reach in drafts.reaches:
+        manager = getattr(drafts, reach.manager)
         queries = 16  # the whole block, whatever is looked at
         manager._graphs_captured = True
         for num_reqs, graph in ((1, 1), (3, 4), (17, 24), (NUM_REQS, NUM_REQS)):

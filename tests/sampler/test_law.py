@@ -188,7 +188,7 @@ class Bench:
         depth = max(law.depths)
         self.runtime = Runtime(
             budget=law.budget,
-            depth=depth,
+            max_depth=depth,
             top_k=vocab,
             trees=TreeBuffers(num_reqs, law.budget, self.device),
             rows=RowBuffers(num_reqs * rows, num_reqs, law.budget, self.device),

@@ -192,6 +192,6 @@ def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
         layer.impl.__class__ = impl
         layer.impl.tree_runtime = runtime
         if not isinstance(layer, MLAAttention):
-            layer.impl.tree_variant = variant_of(layer, runtime.depth)
+            layer.impl.tree_variant = variant_of(layer, runtime.max_depth)
         forms.add(form)
     return ", ".join(sorted(forms))

@@ -6,8 +6,8 @@ all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summ
 is its mean path probability times a correction, observed over predicted acceptance, by ranges of
 rows, in the rounds that verified them. Ranges that no round has verified lately take the correction
 of the range before. A chain's rows are the depths of the most probable path; their first correction
-is that of the trees. Path probabilities are those of the widest drafts alone, which may be few of
-the rounds (proposer/widths.py).
+is that of the trees. Path probabilities are those of the longest drafts alone, which may be few of
+the rounds (proposer/reach.py).
 """
 
 import itertools
@@ -43,12 +43,12 @@ class Acceptance:
     """Accepted nodes expected of each budget.
 
     Args:
-        depth: most nodes that a round can accept.
+        max_depth: most nodes that a round can accept.
 
     """
 
-    def __init__(self, depth: int = 255) -> None:
-        self._depth = depth
+    def __init__(self, max_depth: int = 255) -> None:
+        self._max_depth = max_depth
         self._last: Counts = []
         self._trees = self._rounds = 0.0
 
@@ -75,7 +75,7 @@ class Acceptance:
 
         Never more than the budget or the depth.
         """
-        most = float(min(budget, self._depth))
+        most = float(min(budget, self._max_depth))
         before = prior(budget) * (CHAIN_PRIOR if chain else 1.0)
         if self._trees <= 0.0:
             return min(most, before)

@@ -8,7 +8,7 @@ round are measured (`cost.py`). Both follow what the server's own requests show.
 import itertools
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -42,13 +42,17 @@ SAY_EVERY = 60.0
 """Seconds between two log lines about the schedule."""
 
 
-Form = tuple[int, bool]
-"""(nodes, whether they are verified as a chain)."""
+class Choice(NamedTuple):
+    """What a request drafts and how it is verified."""
+
+    nodes: int
+    chain: bool
+    """Whether the nodes are verified as a chain."""
 
 
-def chain_budget(depth: int) -> int | None:
-    """Nodes of the chain beside the trees of a drafter that reaches `depth`; None: no chain."""
-    return next((budget for budget in CHAINS if budget <= depth), None)
+def chain_budget(max_depth: int) -> int | None:
+    """Nodes of the chain beside the trees of a drafter that reaches `max_depth`; None: no chain."""
+    return next((budget for budget in CHAINS if budget <= max_depth), None)
 
 
 class AutoBudget:
@@ -57,30 +61,30 @@ class AutoBudget:
     Args:
         costs: measured rounds.
         max_num_seqs: most running requests.
-        depth: deepest node of a tree.
+        max_depth: deepest node of a tree.
 
     """
 
-    def __init__(self, costs: Costs, max_num_seqs: int, depth: int = 255) -> None:
+    def __init__(self, costs: Costs, max_num_seqs: int, max_depth: int = 255) -> None:
         self.costs = costs
-        self.acceptance = Acceptance(depth)
+        self.acceptance = Acceptance(max_depth)
         self._size = max_num_seqs + 1
-        self._forms: list[Form] = [(budget, False) for budget in TIERS]
-        if (chain := chain_budget(depth)) is not None:
-            self._forms.append((chain, True))
-        self._chosen: dict[int, Form] = {}
+        self._choices: list[Choice] = [Choice(budget, False) for budget in TIERS]
+        if (chain := chain_budget(max_depth)) is not None:
+            self._choices.append(Choice(chain, True))
+        self._chosen: dict[int, Choice] = {}
         self._fresh: set[int] = set()
-        self._tokens: dict[Form, float] = {}
+        self._tokens: dict[Choice, float] = {}
         self.refresh()
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, num_reqs: int) -> int:
-        return self.form(num_reqs)[0]
+        return self.choice(num_reqs)[0]
 
-    def form(self, num_reqs: int) -> Form:
-        """The best budget and form at `num_reqs` running requests."""
+    def choice(self, num_reqs: int) -> Choice:
+        """The best budget, as trees or as a chain, at `num_reqs` running requests."""
         if num_reqs not in self._fresh:
             self._chosen[num_reqs] = self._best(num_reqs)
             self._fresh.add(num_reqs)
@@ -88,22 +92,22 @@ class AutoBudget:
 
     def refresh(self) -> None:
         """Choose anew for every number of running requests, each when it is asked for."""
-        self._tokens = {form: 1 + self.acceptance.expected(*form) for form in self._forms}
+        self._tokens = {each: 1 + self.acceptance.expected(*each) for each in self._choices}
         self._fresh.clear()
 
-    def _best(self, num_reqs: int) -> Form:
+    def _best(self, num_reqs: int) -> Choice:
         """Most expected tokens a millisecond; what was chosen before, if that is as good."""
         if num_reqs == 0:
-            return 0, False
+            return Choice(0, False)
         rates = {}
-        for budget, chain in self._forms:
-            ms = self.costs.round_ms(budget, num_reqs, chain)
+        for choice in self._choices:
+            ms = self.costs.round_ms(choice.nodes, num_reqs, choice.chain)
             if ms is not None:
-                rates[budget, chain] = self._tokens[budget, chain] / ms
+                rates[choice] = self._tokens[choice] / ms
         if not rates:
             # Beyond every graph the widest batch with one is the guide.
-            return self.form(max(n for _, n in self.costs.rounds))
-        best = max(rates, key=lambda form: rates[form])
+            return self.choice(max(n for _, n in self.costs.rounds))
+        best = max(rates, key=lambda choice: rates[choice])
         present = self._chosen.get(num_reqs)
         if present in rates and rates[best] < MARGIN * rates[present]:
             return present
@@ -112,9 +116,8 @@ class AutoBudget:
     def ranges(self) -> list[tuple[int, int, int | str]]:
         """(first, last, budget), as `budget_per_batch_size` has it; "chain of n" for chains."""
         found: list[tuple[int, int, int | str]] = []
-        for form, group in itertools.groupby(range(1, self._size), key=self.form):
+        for (budget, chain), group in itertools.groupby(range(1, self._size), key=self.choice):
             members = list(group)
-            budget, chain = form
             found.append((members[0], members[-1], f"chain of {budget}" if chain else budget))
         return found
 
@@ -144,7 +147,7 @@ class Watch:
         if len(lengths) > 0:
             rows, chain = max(lengths.values()), False
             if rows == min(lengths.values()):
-                chain = self.auto.form(len(lengths)) == (rows - 1, True)
+                chain = self.auto.choice(len(lengths)) == (rows - 1, True)
             ask_for_chains(scheduler_output, chain)
 
     def step(self, scheduler_output: Any, now: float) -> None:
@@ -209,18 +212,18 @@ def attach(engine_core: Any, costs: Costs) -> integration.Observer | None:
             spec.num_speculative_tokens_per_batch_size,
         )
         return None
-    auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.depth)
+    auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.max_depth)
     watch = Watch(auto, engine_core.model_executor)
     schedule = scheduler.schedule
 
-    def schedule_forms(*args: Any, **kwargs: Any) -> Any:
+    def schedule_choices(*args: Any, **kwargs: Any) -> Any:
         scheduler_output = schedule(*args, **kwargs)
         watch.scheduled(scheduler_output)
         return scheduler_output
 
-    scheduler.schedule = schedule_forms
+    scheduler.schedule = schedule_choices
     scheduler.dynamic_sd_lookup = auto
-    chain = chain_budget(spec.depth)
+    chain = chain_budget(spec.max_depth)
     for num_reqs in (1, 8, 32, 128):
         times = [(str(budget), costs.round_ms(budget, num_reqs)) for budget in reversed(TIERS)]
         if chain is not None:

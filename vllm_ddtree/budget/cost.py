@@ -51,16 +51,16 @@ class Costs:
     """The latest such mean of all."""
     _clock: int = 0
     """Rounds of any shape."""
-    _widths: dict[int, list[int]] = field(default_factory=dict)
+    _counts_by_rows: dict[int, list[int]] = field(default_factory=dict)
 
     def shape(self, budget: int, num_reqs: int) -> Shape | None:
         """The graph that serves `num_reqs` requests of `budget` nodes; None if there is none."""
-        if not self._widths:
+        if not self._counts_by_rows:
             for rows, n in sorted(self.rounds):
-                self._widths.setdefault(rows, []).append(n)
-        widths = self._widths.get(budget + 1, [])
-        index = bisect.bisect_left(widths, num_reqs)
-        return (budget + 1, widths[index]) if index < len(widths) else None
+                self._counts_by_rows.setdefault(rows, []).append(n)
+        counts = self._counts_by_rows.get(budget + 1, [])
+        index = bisect.bisect_left(counts, num_reqs)
+        return (budget + 1, counts[index]) if index < len(counts) else None
 
     def round_ms(self, budget: int, num_reqs: int, chain: bool = False) -> float | None:
         """A round of `num_reqs` requests with `budget` nodes each; None if no graph serves it."""

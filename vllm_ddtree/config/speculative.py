@@ -65,7 +65,7 @@ class DDTreeConfig(SpeculativeConfig):
     """Nodes of the tree, the root not counted."""
     top_k: int = Field(default=DEFAULT_TOP_K, ge=1, le=MAX_TOP_K)
     """Candidates a draft position."""
-    depth: int = Field(default=1, ge=1)
+    depth_limit: int = Field(default=1, ge=1)
     """Depth limit of the tree: the user's `num_speculative_tokens`."""
     auto_budget: bool = False
     """Whether the scheduler chooses the budget by measured cost and observed acceptance."""
@@ -73,9 +73,9 @@ class DDTreeConfig(SpeculativeConfig):
     """Query tokens of the draft forward (anchor and masks), from the drafter's config."""
 
     @property
-    def reach(self) -> int:
-        """Deepest node that there can be: draft positions that are looked at."""
-        return min(self.depth, self.budget)
+    def max_depth(self) -> int:
+        """Deepest node that a tree can have: a tree of n nodes is at most n deep."""
+        return min(self.depth_limit, self.budget)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
@@ -87,7 +87,7 @@ class DDTreeConfig(SpeculativeConfig):
         budget = "auto" if self.auto_budget else self.budget
         return (
             f"SpeculativeConfig(method='ddtree', model={self.draft_model_config.model!r}, "
-            f"budget={budget}, depth={self.depth}, top_k={self.top_k}, "
+            f"budget={budget}, depth={self.depth_limit}, top_k={self.top_k}, "
             f"block_size={self.block_size})"
         )
 
@@ -314,7 +314,7 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     also = ", the drafter's block_size - 1: it limits the depth, budget sets the number of nodes"
     depth = _whole(keys, "num_speculative_tokens", 1, most, most, also)
     assert depth is not None
-    built.depth = depth
+    built.depth_limit = depth
     # A node is among the budget best only if its rank is below the budget.
     built.top_k = min(top_k, budget, built.draft_model_config.get_vocab_size())
     return built

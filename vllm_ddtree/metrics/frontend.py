@@ -7,8 +7,9 @@ from typing import Any
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
-from vllm_ddtree.metrics.rounds import LABELS, RoundCounts
+from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.metrics.scheduler import take_counts
+from vllm_ddtree.round.kinds import LABELS
 
 PREFIX = "vllm:ddtree_"
 RANKS_IN_LOG = 4
@@ -16,7 +17,7 @@ RANKS_IN_LOG = 4
 
 def max_depth(speculative_config: Any) -> int:
     """The deepest node that a tree can have."""
-    return speculative_config.reach
+    return speculative_config.max_depth
 
 
 class TreeProm:
@@ -59,7 +60,7 @@ class TreeProm:
             self._nodes[engine] = nodes.labels(*values)
             self._budget[engine] = budget.labels(*values)
             self._by_label[engine] = (
-                [rounds.labels(*values, *LABELS[form]) for form in sorted(LABELS)],
+                [rounds.labels(*values, *LABELS[kind]) for kind in sorted(LABELS)],
                 [depths.labels(*values, str(at)) for at in range(1, depth + 1)],
                 [ranks.labels(*values, str(rank)) for rank in range(top_k)],
             )
@@ -118,7 +119,7 @@ class TreeLogging(SpecDecodingLogging):
 
     def _words(self) -> str:
         counts = self._counts
-        rounds = {LABELS[form]: counts.rounds[form] for form in sorted(LABELS)}
+        rounds = {LABELS[kind]: counts.rounds[kind] for kind in sorted(LABELS)}
         parts = [
             f"{number} {form} ({reason})" if reason else f"{number} {form}"
             for (form, reason), number in rounds.items()

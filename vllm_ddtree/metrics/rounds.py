@@ -3,70 +3,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-
-class Form(IntEnum):
-    """How a request verified in a round, and why."""
-
-    TREE = 0
-    PARAMETERS = 1
-    PROCESSORS = 2
-    MIXED = 3
-    ONE_NODE = 4
-    BUDGET_0 = 5
-    NO_DRAFTS = 6
-    CHOSEN = 7
-    REFUSED = 8
-
-
-LABELS: dict[Form, tuple[str, str]] = {
-    Form.TREE: ("tree", ""),
-    Form.PARAMETERS: ("chain", "sampling parameters"),
-    Form.PROCESSORS: ("chain", "logits processors"),
-    Form.MIXED: ("chain", "mixed step"),
-    Form.ONE_NODE: ("chain", "one node"),
-    Form.BUDGET_0: ("none", "budget 0"),
-    Form.NO_DRAFTS: ("none", "no drafts"),
-    Form.CHOSEN: ("chain", "faster"),
-    Form.REFUSED: ("none", "drafts refused"),
-}
-"""(form, reason) of the metrics' labels."""
-
-
-@dataclass
-class StepForms:
-    """How a step's requests verify, as far as the host knows."""
-
-    chain: np.ndarray
-    """int32 [num_reqs], not 0 where a request verifies a spine for what its sampling needs."""
-    asked: Form
-    """The form of those that do."""
-    others: Form
-    """The form of those that do not."""
-
-
-def step_forms(chain: np.ndarray, all_chain: bool, others: Form) -> StepForms:
-    """Forms of a step's requests.
-
-    Args:
-        chain: int32 [num_reqs], as in `StepForms`.
-        all_chain: whether that is so for the sake of the engine's logits processors.
-        others: as in `StepForms`.
-
-    """
-    asked = Form.PROCESSORS if all_chain else Form.PARAMETERS
-    return StepForms(chain, asked, others)
+from vllm_ddtree.round.kinds import RoundKind, StepKinds
 
 
 @dataclass
 class StepFacts:
     """A verify step, by request in the order of `ModelRunnerOutput.req_ids`; P = depth + 1."""
 
-    forms: StepForms
+    kinds: StepKinds
     walked: np.ndarray
     """uint8 [num_reqs, P], the walk's facts: the nodes that could be accepted, then the rank of
     each accepted one."""
@@ -78,14 +26,14 @@ def with_facts(get_output: Callable[[Any], Any], async_output: Any) -> Any:
     They come in the right half of the sampled tokens (TreeRejectionSampler) and leave as an
     attribute, which goes with the output through pickle.
     """
-    forms = getattr(async_output.sampler_output, "forms", None)
-    if forms is None:
+    kinds = getattr(async_output.sampler_output, "kinds", None)
+    if kinds is None:
         return get_output(async_output)
     wide = async_output.sampled_token_ids  # NumPy int64 [num_reqs, 2 P]; may still be on its way
     half = wide.shape[1] // 2
     async_output.sampled_token_ids = wide[:, :half]
     output = get_output(async_output)
-    output.ddtree_facts = StepFacts(forms, wide[:, half:].astype(np.uint8))
+    output.ddtree_facts = StepFacts(kinds, wide[:, half:].astype(np.uint8))
     return output
 
 
@@ -97,14 +45,14 @@ class RoundCounts:
     """Nodes a request that the last step had to draft."""
     nodes: int
     rounds: list[int]
-    """By form."""
+    """By kind."""
     ranks: list[int]
     """[top_k], accepted nodes by their rank among their position's candidates, best first."""
 
     @classmethod
     def none(cls, top_k: int) -> "RoundCounts":
         """Nothing counted."""
-        return cls(0, 0, [0] * len(Form), [0] * top_k)
+        return cls(0, 0, [0] * len(RoundKind), [0] * top_k)
 
     def add(self, other: "RoundCounts") -> None:
         """Add a later step's counts."""
@@ -121,4 +69,4 @@ class RoundCounts:
     def unpack(cls, numbers: Sequence[int]) -> "RoundCounts":
         """The counts that `pack` gave."""
         budget, nodes, *rest = numbers
-        return cls(budget, nodes, rest[: len(Form)], rest[len(Form) :])
+        return cls(budget, nodes, rest[: len(RoundKind)], rest[len(RoundKind) :])

@@ -9,7 +9,8 @@ step's counts go behind the positions of `SpecDecodingStats.num_accepted_tokens_
 from typing import Any
 
 from vllm_ddtree import integration
-from vllm_ddtree.metrics.rounds import Form, RoundCounts
+from vllm_ddtree.metrics.rounds import RoundCounts
+from vllm_ddtree.round.kinds import RoundKind
 
 
 class RoundCounter:
@@ -28,8 +29,8 @@ class RoundCounter:
         self._top_k = top_k
         self._budget = scheduler.num_spec_tokens
         self._index: dict[str, int] = {}
-        # By request, in the order of the index: its form, and the walk's facts of it.
-        self._forms: list[Form] = []
+        # By request, in the order of the index: its kind, and the walk's facts of it.
+        self._kinds: list[RoundKind] = []
         self._walked: list[list[int]] = []
         self._counts: RoundCounts | None = None
 
@@ -43,8 +44,8 @@ class RoundCounter:
             self._budget = scheduler_output.num_spec_tokens_to_schedule
         facts = getattr(model_runner_output, "ddtree_facts", None)
         if facts is not None:
-            forms = facts.forms
-            self._forms = [forms.asked if c else forms.others for c in forms.chain.tolist()]
+            kinds = facts.kinds
+            self._kinds = [kinds.asked if c else kinds.others for c in kinds.chain.tolist()]
             self._walked = facts.walked.tolist()
             # Rows that were scheduled and hold no node are no draft tokens.
             scheduler_output.num_invalid_spec_tokens = {
@@ -54,10 +55,10 @@ class RoundCounter:
             }
         if len(drafts) < len(lengths):
             # A step verifies what the one before it had to draft.
-            form = Form.NO_DRAFTS if drafted else Form.BUDGET_0
+            kind = RoundKind.NO_DRAFTS if drafted else RoundKind.BUDGET_0
             for request_id, length in lengths.items():
                 if length == 1 and request_id not in drafts and self._decodes(request_id):
-                    self._started().rounds[form] += 1
+                    self._started().rounds[kind] += 1
 
     def _started(self) -> RoundCounts:
         """The step's counts so far."""
@@ -74,12 +75,12 @@ class RoundCounter:
     def round(self, request_id: str, num_accepted: int) -> None:
         """vLLM counts a request's draft of the step."""
         at, counts = self._index[request_id], self._started()
-        form, (nodes, *ranks) = self._forms[at], self._walked[at]
+        kind, (nodes, *ranks) = self._kinds[at], self._walked[at]
         if nodes == 0:
-            form = Form.REFUSED
-        elif nodes == 1 and form == Form.TREE:
-            form = Form.ONE_NODE
-        counts.rounds[form] += 1
+            kind = RoundKind.REFUSED
+        elif nodes == 1 and kind == RoundKind.TREE:
+            kind = RoundKind.ONE_NODE
+        counts.rounds[kind] += 1
         counts.nodes += nodes
         for rank in ranks[:num_accepted]:
             counts.ranks[rank] += 1

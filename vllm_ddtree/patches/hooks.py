@@ -96,7 +96,7 @@ def _captured(manager: Any, model_state: Any, capture_again: Any) -> None:
         from vllm_ddtree.graphs.chains import capture_chains
 
         rt = model_state.runtime
-        if (budget := chain_budget(rt.depth)) is not None:
+        if (budget := chain_budget(rt.max_depth)) is not None:
             capture_chains(manager, rt, budget, capture_again)
 
 

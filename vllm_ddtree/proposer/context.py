@@ -78,12 +78,12 @@ class ContextRows:
             self.sources,
             self.num_rejected,
             rows,
-            BLOCK=MAX_DEPTH + 1,  # one kernel for all widths of the draft
+            BLOCK=MAX_DEPTH + 1,  # one kernel for all reaches of the draft
             num_warps=1,
         )
         if out is None:
-            width = sum(state.shape[1] for state in aux_hidden_states)
-            out = aux_hidden_states[0].new_empty(num_reqs * rows, width)
+            columns = sum(state.shape[1] for state in aux_hidden_states)
+            out = aux_hidden_states[0].new_empty(num_reqs * rows, columns)
         if out.shape[0] < num_reqs * rows:
             raise ValueError(
                 f"{num_reqs} requests have {num_reqs * rows} context rows, but there is room for "
@@ -139,27 +139,27 @@ def gather_states(
         out: [n, S * H].
 
     """
-    width = states[0].shape[1]
-    block = min(2048, triton.next_power_of_2(width))
-    _gather_states_kernel[(sources.shape[0], triton.cdiv(width, block))](
+    hidden_size = states[0].shape[1]
+    block = min(2048, triton.next_power_of_2(hidden_size))
+    _gather_states_kernel[(sources.shape[0], triton.cdiv(hidden_size, block))](
         tuple(states),
         tuple(state.stride(0) for state in states),
         sources,
         out,
         out.stride(0),
-        WIDTH=width,
+        HIDDEN_SIZE=hidden_size,
         BLOCK=block,
     )
 
 
 @triton.jit
 def _gather_states_kernel(
-    states,  # S of [num_tokens, WIDTH]
+    states,  # S of [num_tokens, HIDDEN_SIZE]
     strides,
     sources_ptr,  # [n]
-    out_ptr,  # [n, S * WIDTH]
+    out_ptr,  # [n, S * HIDDEN_SIZE]
     out_stride,
-    WIDTH: tl.constexpr,
+    HIDDEN_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -167,5 +167,5 @@ def _gather_states_kernel(
     source = tl.load(sources_ptr + row)
     out_ptr += row * out_stride
     for i in tl.static_range(len(states)):
-        state = tl.load(states[i] + source * strides[i] + column, mask=column < WIDTH)
-        tl.store(out_ptr + i * WIDTH + column, state, mask=column < WIDTH)
+        state = tl.load(states[i] + source * strides[i] + column, mask=column < HIDDEN_SIZE)
+        tl.store(out_ptr + i * HIDDEN_SIZE + column, state, mask=column < HIDDEN_SIZE)

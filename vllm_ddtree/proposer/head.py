@@ -46,7 +46,7 @@ class WholeHead:
 
     def __init__(self, model: Any, max_rows: int, top_k: int) -> None:
         self.model, self.max_rows, self.num_candidates = model, max_rows, top_k
-        # Made by the first (profiling) run, which shows the width of the drafter's logits.
+        # Made by the first (profiling) run, which shows the size of the drafter's vocabulary.
         self.candidates: Candidates | None = None
 
     def top_k(
@@ -77,12 +77,12 @@ class ShardedHead:
         self.lm_head, self.logits_processor = model.lm_head, model.logits_processor
         self.num_shards = self.lm_head.tp_size
         vocab = self.logits_processor.org_vocab_size
-        width = self.lm_head.num_embeddings_per_partition
+        shard = self.lm_head.num_embeddings_per_partition
         if top_k > vocab:
             raise ValueError(f"the draft vocabulary has {vocab} tokens, fewer than top_k={top_k}")
         # Without what vLLM pads; the last ranks may have nothing else.
-        first = min(self.lm_head.tp_rank * width, vocab)
-        last = min(first + width, vocab)
+        first = min(self.lm_head.tp_rank * shard, vocab)
+        last = min(first + shard, vocab)
         ids = _target_ids(model, vocab)[first:last].to(device, torch.int32)
         self.candidates = Candidates(max_rows, last - first, top_k, device, ids)
         self.keys = torch.zeros(max_rows, top_k + 1, dtype=torch.int64, device=device)

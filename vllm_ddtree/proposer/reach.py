@@ -5,8 +5,9 @@ A tree of n nodes is never deeper than n, so a draft for few nodes needs few pos
 and few context rows. The draft forward itself always has the drafter's whole block: with fewer
 masks than it was trained with a drafter may know much less.
 
-A budget that changes while serving has a few widths. Whatever a width's CUDA graphs read belongs to
-that width, or is read from its beginning.
+The *reach* of a draft is how many of its positions are evaluated: 3, 7 or all. A budget that
+changes while serving has a few reaches. Whatever a reach's CUDA graphs read belongs to that reach,
+or is read from its beginning.
 """
 
 from collections.abc import Iterable
@@ -16,27 +17,27 @@ import torch
 
 from vllm_ddtree.proposer.context import ContextRows
 
-NARROW = (3, 7)
-"""Positions of drafts narrower than the widest, ascending. Each has CUDA graphs of its own."""
+SHORT = (3, 7)
+"""Positions of drafts shorter than the longest, ascending. Each has CUDA graphs of its own."""
 
 
-def draft_widths(depth: int, budgets: Iterable[int]) -> list[int]:
-    """Positions of the drafts that an engine may make, the widest first.
+def draft_reaches(depth: int, budgets: Iterable[int]) -> list[int]:
+    """Positions of the drafts that an engine may make, the longest first.
 
     Args:
         depth: depth limit of its trees.
         budgets: nodes that it may draft, one of them above 0.
 
     """
-    reaches = {min(depth, budget) for budget in budgets if budget > 0}
-    widest = max(reaches)
-    sizes = [*(size for size in NARROW if size < widest), widest]
-    used = {next(size for size in sizes if size >= reach) for reach in reaches}
+    deepest = {min(depth, budget) for budget in budgets if budget > 0}
+    longest = max(deepest)
+    sizes = [*(size for size in SHORT if size < longest), longest]
+    used = {next(size for size in sizes if size >= depth) for depth in deepest}
     return sorted(used, reverse=True)
 
 
 @dataclass
-class Width:
+class Reach:
     """Drafts of P positions."""
 
     positions: int
@@ -50,7 +51,7 @@ class Width:
 
     @property
     def manager(self) -> str:
-        """The speculator's attribute with the graphs of this width.
+        """The speculator's attribute with the graphs of this reach.
 
         vLLM, which captures graphs to estimate their memory, drops the managers that it finds among
         the attributes (v1/worker/gpu/cudagraph_utils.py, `profile_cudagraph_memory`).
@@ -58,13 +59,13 @@ class Width:
         return f"query_cudagraph_manager_{self.positions}"
 
 
-def make_widths(
+def make_reaches(
     positions: Iterable[int], max_num_reqs: int, top_k: int, device: torch.device
-) -> list[Width]:
+) -> list[Reach]:
     """Widths that share one storage of candidates.
 
     Args:
-        positions: of each, the widest first.
+        positions: of each, the longest first.
         max_num_reqs: most requests in a batch.
         top_k: candidates a position.
         device: where the buffers are.
@@ -75,20 +76,20 @@ def make_widths(
     log_probs = torch.zeros(size, dtype=torch.float32, device=device)
     token_ids = torch.zeros(size, dtype=torch.int64, device=device)
 
-    def first(values: torch.Tensor, width: int) -> torch.Tensor:
-        return values[: max_num_reqs * width * top_k].view(max_num_reqs, width, top_k)
+    def first(values: torch.Tensor, reach: int) -> torch.Tensor:
+        return values[: max_num_reqs * reach * top_k].view(max_num_reqs, reach, top_k)
 
     return [
-        Width(
-            width,
-            ContextRows(max_num_reqs, width + 1, device),
-            first(log_probs, width),
-            first(token_ids, width),
+        Reach(
+            reach,
+            ContextRows(max_num_reqs, reach + 1, device),
+            first(log_probs, reach),
+            first(token_ids, reach),
         )
-        for width in positions
+        for reach in positions
     ]
 
 
-def fitting(widths: list[Width], needed: int) -> Width:
-    """The narrowest width of at least `needed` positions."""
-    return next(width for width in reversed(widths) if width.positions >= needed)
+def fitting(reaches: list[Reach], needed: int) -> Reach:
+    """The shortest reach of at least `needed` positions."""
+    return next(reach for reach in reversed(reaches) if reach.positions >= needed)

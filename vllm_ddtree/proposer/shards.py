@@ -27,8 +27,8 @@ def merge_shards(keys: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch
     Reads and writes only device memory and allocates nothing. Raises ValueError when a shape or
     dtype does not fit.
     """
-    num_shards, num_rows, width = keys.shape
-    top_k = width - 1
+    num_shards, num_rows, num_keys = keys.shape
+    top_k = num_keys - 1
     if keys.dtype != torch.int64 or not keys.is_contiguous():
         raise ValueError(f"keys must be contiguous int64 [shards, M, k + 1], got {keys.dtype}")
     check_out("out_log_probs", out_log_probs, (num_rows, top_k), torch.float32)

@@ -4,7 +4,7 @@
 `DDTreeSpeculator` is vLLM's `DFlashSpeculator` (v1/worker/gpu/spec_decode/dflash/speculator.py)
 with three token counts instead of one: the draft forward has `block_size` query tokens a request
 whatever the budget, the verify step `budget + 1`, and the positions that are looked at, and with
-them the drafter's new context rows, are as many as the tree can be deep (`widths.py`).
+them the drafter's new context rows, are as many as the tree can be deep (`reach.py`).
 """
 
 import copy
@@ -23,14 +23,14 @@ from vllm_ddtree.budget.auto import TIERS
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer.context import gather_states
 from vllm_ddtree.proposer.head import Head, make_head
-from vllm_ddtree.proposer.reach import Width, draft_widths, fitting, make_widths
+from vllm_ddtree.proposer.reach import Reach, draft_reaches, fitting, make_reaches
 from vllm_ddtree.round import runtime
 from vllm_ddtree.tree.build import build_trees
 
 logger = init_logger("vllm.ddtree")
 
-WIDEST_EVERY = 16
-"""Drafts of `"budget": "auto"` of which one is of the widest width whatever the budget: only its
+LONGEST_EVERY = 16
+"""Drafts of `"budget": "auto"` of which one is of the longest reach whatever the budget: only its
 trees have all the nodes by which larger budgets are estimated (budget/meter.py)."""
 
 
@@ -64,9 +64,9 @@ def _draft_view(vllm_config: Any) -> Any:
 class DDTreeSpeculator(DFlashSpeculator):
     """Drafts a block and grows the best tree of `budget` nodes from its log-probs.
 
-    What a draft computes of its block, and the context rows it takes, are its width. vLLM's parts
-    take the graphs from `query_cudagraph_manager`, which is the widest's but for the time of a
-    narrower draft.
+    What a draft computes of its block, and the context rows it takes, are its reach. vLLM's parts
+    take the graphs from `query_cudagraph_manager`, which is the longest's but for the time of a
+    shorter draft.
     """
 
     _speculator_name = "DDTree"
@@ -77,12 +77,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         spec = vllm_config.speculative_config
         self._schedule = spec.num_speculative_tokens_per_batch_size
         budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
-        positions = draft_widths(rt.depth, TIERS if spec.auto_budget else budgets)
+        positions = draft_reaches(rt.max_depth, TIERS if spec.auto_budget else budgets)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
-        self.widths = make_widths(positions, max_num_reqs, rt.top_k, device)
-        """The widest first."""
-        self.width = self.widths[0]
+        self.reaches = make_reaches(positions, max_num_reqs, rt.top_k, device)
+        """The longest first."""
+        self.reach = self.reaches[0]
         """Of the draft in progress."""
         super().__init__(_draft_view(vllm_config), device)
         self.tree_tokens = torch.zeros(
@@ -90,30 +90,30 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         self.tree_slots = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
         self._drafts = 0
-        for width in self.widths:
-            setattr(self, width.manager, None)
+        for reach in self.reaches:
+            setattr(self, reach.manager, None)
         # Made by the first (profiling) run: not while weights load, or it would sleep with them.
         self.head: Head | None = None
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         # A verify step leaves the rows of a path, whatever the budget.
-        return min(num_reqs * self.width.context.rows, self.max_num_tokens)
+        return min(num_reqs * self.reach.context.rows, self.max_num_tokens)
 
     @contextmanager
-    def _drafting(self, width: Width) -> Iterator[None]:
-        """Within, vLLM's draft is of this width."""
-        self._set_width(width)
+    def _drafting(self, reach: Reach) -> Iterator[None]:
+        """Within, vLLM's draft is of this reach."""
+        self._set_reach(reach)
         try:
             yield
         finally:
-            self._set_width(self.widths[0])
+            self._set_reach(self.reaches[0])
 
-    def _set_width(self, width: Width) -> None:
-        self.width = width
-        self.query_cudagraph_manager = getattr(self, width.manager)
+    def _set_reach(self, reach: Reach) -> None:
+        self.reach = reach
+        self.query_cudagraph_manager = getattr(self, reach.manager)
 
-    def _choose_width(self, num_nodes: int | None, dummy_run: bool) -> Width:
-        """The narrowest width for what the step has verified and for `num_nodes` to draft.
+    def _choose_reach(self, num_nodes: int | None, dummy_run: bool) -> Reach:
+        """The shortest reach for what the step has verified and for `num_nodes` to draft.
 
         All ranks choose the same: it follows from the scheduler's steps.
 
@@ -124,30 +124,30 @@ class DDTreeSpeculator(DFlashSpeculator):
         """
         rt = self.runtime
         if num_nodes is None:
-            return self.widths[0]
+            return self.reaches[0]
         if num_nodes > 0 and not dummy_run and self.speculative_config.auto_budget:
             self._drafts += 1
-            if self._drafts % WIDEST_EVERY == 1:
-                return self.widths[0]
-        return fitting(self.widths, min(rt.depth, max(num_nodes, rt.step.max_verify_len - 1)))
+            if self._drafts % LONGEST_EVERY == 1:
+                return self.reaches[0]
+        return fitting(self.reaches, min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1)))
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """DFlash's choice of mode, with capture sizes counted in drafts of each width."""
+        """DFlash's choice of mode, with capture sizes counted in drafts of each reach."""
         super().init_cudagraph_manager(cudagraph_mode)
         chosen = self.query_cudagraph_manager.cudagraph_mode
-        for width in self.widths:
+        for reach in self.reaches:
             manager = DraftGraphManager(
                 self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
             )
-            setattr(self, width.manager, manager)
-        self._set_width(self.widths[0])
+            setattr(self, reach.manager, manager)
+        self._set_reach(self.reaches[0])
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
             "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
             "attention=%s graphs=%s (verify %d tokens a request, draft %d, "
             "%s positions of it, draft graphs %s)",
             self._budget_in_words(),
-            spec.depth,
+            spec.depth_limit,
             rt.top_k,
             spec.block_size,
             self.draft_model_config.model,
@@ -155,14 +155,14 @@ class DDTreeSpeculator(DFlashSpeculator):
             cudagraph_mode.name,
             rt.num_rows,
             spec.block_size,
-            "/".join(str(width.positions) for width in self.widths),
+            "/".join(str(reach.positions) for reach in self.reaches),
             chosen.name,
         )
 
     def capture(self) -> None:
-        """The graphs of each width, the widest first: the others fit in its memory."""
-        for width in self.widths:
-            with self._drafting(width):
+        """The graphs of each reach, the longest first: the others fit in its memory."""
+        for reach in self.reaches:
+            with self._drafting(reach):
                 super().capture()
 
     def _budget_in_words(self) -> str:
@@ -189,12 +189,13 @@ class DDTreeSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
-        rt, width, steps = self.runtime, self.width, self.num_speculative_steps
+        rt, reach, steps = self.runtime, self.reach, self.num_speculative_steps
         if self.head is None:
-            self.head = make_head(self.model, self.max_num_reqs * rt.depth, rt.top_k, self.device)
+            max_rows = self.max_num_reqs * rt.max_depth
+            self.head = make_head(self.model, max_rows, rt.top_k, self.device)
         # The first masked queries of each block.
-        rows = self.sample_indices[: num_reqs * steps].view(num_reqs, steps)[:, : width.positions]
-        log_probs, token_ids = width.log_probs[:num_reqs], width.token_ids[:num_reqs]
+        rows = self.sample_indices[: num_reqs * steps].view(num_reqs, steps)[:, : reach.positions]
+        log_probs, token_ids = reach.log_probs[:num_reqs], reach.token_ids[:num_reqs]
         self.head.top_k(
             hidden_states[rows.reshape(-1)], log_probs.flatten(0, 1), token_ids.flatten(0, 1)
         )
@@ -207,9 +208,9 @@ class DDTreeSpeculator(DFlashSpeculator):
             slots,
             rt.trees,
             self.tree_tokens[:num_reqs],
-            width.positions,
-            # Of narrower drafts the probabilities of larger trees are not known.
-            rt.meter.probabilities if width is self.widths[0] else None,
+            reach.positions,
+            # Of shorter drafts the probabilities of larger trees are not known.
+            rt.meter.probabilities if reach is self.reaches[0] else None,
         )
 
     def _store_hidden_states(
@@ -256,11 +257,11 @@ class DDTreeSpeculator(DFlashSpeculator):
 
         """
         step = self.runtime.step
-        widths = [
-            self._choose_width(kwargs.get("num_speculative_tokens"), kwargs.get("dummy_run", False))
+        reaches = [
+            self._choose_reach(kwargs.get("num_speculative_tokens"), kwargs.get("dummy_run", False))
         ]
         if kwargs.get("skip_attn_for_dummy_run"):
-            widths = self.widths  # the profiling run: nothing is left to compile while serving
+            reaches = self.reaches  # the profiling run: nothing is left to compile while serving
         if aux_hidden_states and step.verified and not step.as_chains:
             if step.has_plain_rows:
                 path = self.runtime.rows.path[: input_batch.num_tokens]
@@ -271,11 +272,11 @@ class DDTreeSpeculator(DFlashSpeculator):
             else:
                 # Where the draft's graph reads them (vLLM 0.33; without graphs, a new tensor).
                 staging = getattr(self, "_aux_staging", None)
-                input_batch, aux_hidden_states, num_rejected = widths[0].context.gather(
+                input_batch, aux_hidden_states, num_rejected = reaches[0].context.gather(
                     self.runtime, input_batch, aux_hidden_states, num_rejected, staging
                 )
-        for width in widths:
-            with self._drafting(width):
+        for reach in reaches:
+            with self._drafting(reach):
                 super().propose(
                     input_batch,
                     attn_metadata,

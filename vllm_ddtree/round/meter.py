@@ -24,8 +24,8 @@ class Meter:
 
     counts: int64 [6, N] on the device:
         [0, i]  sum over built trees of the path probability of row i, times 2^20 ([0, 0] / 2^20 is
-                the number of trees); without trees of narrower drafts than the widest
-                (proposer/widths.py), which have no deep rows
+                the number of trees); without trees of shorter drafts than the longest
+                (proposer/reach.py), which have no deep rows
         [1, i]  the same sum over the verified rounds that had row i
         [2, i]  of these rounds, those that accepted row i
         [3, i] to [5, i]  the same of chains: row i is the most probable token of depth i

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_ddtree.metrics.rounds import StepForms
+from vllm_ddtree.round.kinds import StepKinds
 from vllm_ddtree.round.meter import Meter
 from vllm_ddtree.round.rows import RowBuffers
 from vllm_ddtree.round.trees import TreeBuffers
@@ -41,7 +41,7 @@ class Step:
     """[num_reqs + 1] int32."""
     slot_mappings: torch.Tensor | None = None
     """[num_kv_groups, num_tokens] int64, the target's slots by row."""
-    forms: StepForms | None = None
+    kinds: StepKinds | None = None
     """How each request verifies; None in a graph's capture."""
 
 
@@ -50,13 +50,13 @@ class Runtime:
     """State shared by speculator, model state, attention and sampler of one engine."""
 
     budget: int
-    depth: int
+    max_depth: int
     """Deepest node that there can be: the depth limit, or the budget where that is smaller."""
     top_k: int
     trees: TreeBuffers
     rows: RowBuffers
     path_rows: torch.Tensor
-    """[max_num_reqs, depth + 1] int32: tree row of each path element, root first."""
+    """[max_num_reqs, max_depth + 1] int32: tree row of each path element, root first."""
     path_lens: torch.Tensor
     """[max_num_reqs] int32: path elements, root included."""
     meter: Meter
@@ -82,11 +82,11 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
     max_num_reqs, max_num_tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     runtime = Runtime(
         budget=spec.budget,
-        depth=spec.reach,
+        max_depth=spec.max_depth,
         top_k=spec.top_k,
         trees=TreeBuffers(max_num_reqs, spec.budget, device),
         rows=RowBuffers(max_num_tokens, max_num_reqs, spec.budget, device),
-        path_rows=torch.zeros(max_num_reqs, spec.reach + 1, dtype=torch.int32, device=device),
+        path_rows=torch.zeros(max_num_reqs, spec.max_depth + 1, dtype=torch.int32, device=device),
         path_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
         meter=Meter(spec.budget, device),
     )

@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_ddtree import integration
-from vllm_ddtree.metrics.rounds import StepForms
+from vllm_ddtree.round.kinds import StepKinds
 from vllm_ddtree.round.runtime import Runtime
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
 
@@ -34,7 +34,7 @@ from vllm_ddtree.sampler.walk import path_logit_rows, walk
 class TreeSamplerOutput(SamplerOutput):
     """vLLM's output of a step's sampling, and how each request verified."""
 
-    forms: StepForms | None = None
+    kinds: StepKinds | None = None
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -82,9 +82,9 @@ class TreeRejectionSampler(RejectionSampler):
         checked = drafts if invalid_drafts is None else drafts.masked_fill(invalid_drafts, -1)
         num_reqs = batch.num_reqs
         # One tensor, so that vLLM's copy to the host takes the facts along.
-        width = runtime.depth + 1
-        wide = torch.empty(num_reqs, 2 * width, dtype=torch.int64, device=logits.device)
-        sampled, facts = wide[:, :width], wide[:, width:]
+        path_len = runtime.max_depth + 1
+        both = torch.empty(num_reqs, 2 * path_len, dtype=torch.int64, device=logits.device)
+        sampled, facts = both[:, :path_len], both[:, path_len:]
         num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
         logprobs_dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
         # In chunks of requests, as vLLM does, to bound the float32 copy of the logits.
@@ -117,12 +117,12 @@ class TreeRejectionSampler(RejectionSampler):
             self.sampler.req_states.prefill_len.gpu,
         )
         return TreeSamplerOutput(
-            sampled_token_ids=wide,
+            sampled_token_ids=both,
             logprobs_tensors=_join(logprobs, cu),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
-            forms=runtime.step.forms,
+            kinds=runtime.step.kinds,
         )
 
     def _verify_chunk(

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How each request of a step verifies: a tree, a chain, or nothing, and why."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+
+class RoundKind(IntEnum):
+    """How a request verified in a round, and why."""
+
+    TREE = 0
+    PARAMETERS = 1
+    PROCESSORS = 2
+    MIXED = 3
+    ONE_NODE = 4
+    BUDGET_0 = 5
+    NO_DRAFTS = 6
+    CHOSEN = 7
+    REFUSED = 8
+
+
+LABELS: dict[RoundKind, tuple[str, str]] = {
+    RoundKind.TREE: ("tree", ""),
+    RoundKind.PARAMETERS: ("chain", "sampling parameters"),
+    RoundKind.PROCESSORS: ("chain", "logits processors"),
+    RoundKind.MIXED: ("chain", "mixed step"),
+    RoundKind.ONE_NODE: ("chain", "one node"),
+    RoundKind.BUDGET_0: ("none", "budget 0"),
+    RoundKind.NO_DRAFTS: ("none", "no drafts"),
+    RoundKind.CHOSEN: ("chain", "faster"),
+    RoundKind.REFUSED: ("none", "drafts refused"),
+}
+"""(form, reason) of the metrics' labels."""
+
+
+@dataclass
+class StepKinds:
+    """How a step's requests verify, as far as the host knows."""
+
+    chain: np.ndarray
+    """int32 [num_reqs], not 0 where a request verifies a spine for what its sampling needs."""
+    asked: RoundKind
+    """The kind of those that do."""
+    others: RoundKind
+    """The kind of those that do not."""
+
+
+def step_kinds(chain: np.ndarray, all_chain: bool, others: RoundKind) -> StepKinds:
+    """Kinds of a step's requests.
+
+    Args:
+        chain: int32 [num_reqs], as in `StepKinds`.
+        all_chain: whether that is so for the sake of the engine's logits processors.
+        others: as in `StepKinds`.
+
+    """
+    asked = RoundKind.PROCESSORS if all_chain else RoundKind.PARAMETERS
+    return StepKinds(chain, asked, others)
