@@ -9,7 +9,7 @@ from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
 from vllm_ddtree.attention.install import tree_impl
 from vllm_ddtree.attention.prefix_pass import num_sms
-from vllm_ddtree.round.runtime import Step
+from vllm_ddtree.round.step import Step
 
 from .tree_cases import Batch, Request
 

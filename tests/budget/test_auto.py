@@ -14,15 +14,15 @@ from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.auto import (
     READ_AFTER,
     READ_EVERY,
-    TIERS,
     AutoBudget,
     Choice,
     Watch,
     attach,
 )
 from vllm_ddtree.budget.cost import Costs, measurable
-from vllm_ddtree.graphs.chains import asks_for_chains
+from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.integration import observe_steps
+from vllm_ddtree.round.marks import asks_for_chains
 from vllm_ddtree.round.meter import read_meter
 
 
@@ -139,14 +139,14 @@ def test_a_chain_where_it_is_faster() -> None:
     auto = AutoBudget(costs, max_num_seqs=8, max_depth=15)
     # A sure drafter: a wide tree accepts no more than a chain of its best tokens.
     sure = [1.0] * 16 + [0.0] * 48
-    rounds = Rounds(64, sure, sure, spine=1.0)
+    rounds = Rounds(64, sure, sure, chain_share=1.0)
     auto.acceptance.update(rounds.verify(63, 3000))
     auto.refresh()
     assert auto.choice(1) == (15, True) and auto[1] == 15
     assert auto.ranges()[0] == (1, 8, "chain of 15")
     # A drafter whose best token is right half the time: trees, however cheap the chain.
     unsure = [1.0] + [0.5] * 31 + [0.0] * 32
-    rounds = Rounds(64, unsure, unsure, spine=0.2)
+    rounds = Rounds(64, unsure, unsure, chain_share=0.2)
     auto.acceptance = Acceptance(15)
     auto.acceptance.update(rounds.verify(63, 3000))
     auto.refresh()

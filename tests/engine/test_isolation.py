@@ -150,8 +150,8 @@ def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
     from vllm_ddtree import integration, plugin
-    from vllm_ddtree.metrics.rounds import with_facts
     from vllm_ddtree.patches import hooks
+    from vllm_ddtree.round.emitted import with_facts
 
     plugin.register()
     for _ in range(2):

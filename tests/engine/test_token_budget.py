@@ -53,7 +53,7 @@ def test_auto_has_graphs_for_every_budget(nano_pair: Pair) -> None:
     """However few requests may run: vLLM alone captures what its schedule would use."""
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    from vllm_ddtree.budget.auto import TIERS
+    from vllm_ddtree.budget.tiers import TIERS
 
     config = make(nano_pair, {"budget": "auto"}, max_num_seqs=1)
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ddtree.budget.auto import TIERS
+from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.config import engine as checks
 from vllm_ddtree.graphs.sizes import (
     MAX_AUTO_TOKENS,
@@ -50,16 +50,18 @@ def test_auto_sizes(largest: int, limit: int) -> None:
     rows = [budget + 1 for budget in TIERS]
     sizes = auto_sizes(largest, rows, limit)
     assert sizes[0] == 1 and sizes[-1] <= largest and sizes == sorted(set(sizes))
-    for width in rows:
+    for num_rows in rows:
         # As vLLM makes them: sizes rounded up to whole requests, at most `limit` of them.
-        counts = {-(-size // width) for size in sizes if -(-size // width) * width <= largest}
+        counts = {
+            -(-size // num_rows) for size in sizes if -(-size // num_rows) * num_rows <= largest
+        }
         counts = {n for n in counts if n <= limit}
-        for num_reqs in range(1, min(limit, largest // width) + 1):
+        for num_reqs in range(1, min(limit, largest // num_rows) + 1):
             fitting = [n for n in counts if n >= num_reqs]
             if num_reqs <= max(counts):
                 assert min(fitting) <= 2 * num_reqs
         # The most that may run have a graph, unless they exceed the ceiling.
-        assert limit * width > largest or limit in counts
+        assert limit * num_rows > largest or limit in counts
 
 
 def test_verify_sizes_cover_every_number_of_requests() -> None:

@@ -15,12 +15,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_ddtree.integration import observe_steps
-from vllm_ddtree.metrics.rounds import (
-    RoundCounts,
-    StepFacts,
-    with_facts,
-)
+from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.metrics.scheduler import attach, take_counts
+from vllm_ddtree.round.emitted import StepFacts, with_facts
 from vllm_ddtree.round.kinds import LABELS, RoundKind, step_kinds
 
 BUDGET, DEPTH, TOP_K = 12, 4, 6
@@ -168,13 +165,13 @@ def test_nothing_is_counted_without_statistics() -> None:
     assert "make_stats" in vars(attached())
 
 
-@pytest.mark.parametrize(("all_chain", "asked"), [(False, "PARAMETERS"), (True, "PROCESSORS")])
-def test_kinds(all_chain: bool, asked: str) -> None:
+@pytest.mark.parametrize(("by_processors", "asked"), [(False, "PARAMETERS"), (True, "PROCESSORS")])
+def test_kinds(by_processors: bool, asked: str) -> None:
     chain = np.array([0, 1, 0, 1], np.int32)
     for other in (RoundKind.TREE, RoundKind.MIXED, RoundKind.CHOSEN):
-        kinds = step_kinds(chain, all_chain, other)
+        kinds = step_kinds(chain, by_processors, other)
         assert (kinds.asked, kinds.others) == (RoundKind[asked], other)
-        assert kinds.chain is chain
+        assert kinds.chain_only is chain
     assert len(set(LABELS.values())) == len(RoundKind)
 
 

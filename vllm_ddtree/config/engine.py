@@ -21,7 +21,7 @@ from vllm_ddtree.attention.registry import (
     SUPPORTED_MLA_BACKENDS,
     one_of,
 )
-from vllm_ddtree.budget.auto import TIERS
+from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.config.speculative import DDTreeConfig
 from vllm_ddtree.graphs.sizes import (
     MAX_AUTO_TOKENS,

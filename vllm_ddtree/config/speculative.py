@@ -16,7 +16,7 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
 from vllm_ddtree import integration
-from vllm_ddtree.budget.auto import SCHEDULE
+from vllm_ddtree.budget.tiers import SCHEDULE
 from vllm_ddtree.patches import hooks
 
 MAX_BUDGET = 255

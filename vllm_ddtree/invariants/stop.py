@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops the requests for which an invariant does not hold, and them alone.
 
-A worker puts what is broken on the step's output. The scheduler, before it takes the output in,
-finishes those requests with an error: their tokens of the step are dropped, their blocks freed and
-forgotten by the prefix cache.
+A worker puts what is broken on the step's output. Before the scheduler takes the output in, it
+finishes those requests with an error. Their tokens of the step are dropped; their blocks are freed,
+and the prefix cache forgets them.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _ATTRIBUTE = "ddtree_broken"
 
 
 def of_all_ranks(broken: Broken) -> Broken:
-    """What any rank found: the first rank alone answers the scheduler."""
+    """What any rank found; only the first rank answers the scheduler."""
     group = get_tp_group()
     if group.world_size == 1:
         return broken
@@ -39,7 +39,7 @@ def put(model_state: Any, output: Any) -> None:
 
 
 def observer(scheduler: Any) -> integration.Observer:
-    """Stops the requests that a step's output names, and tells their clients."""
+    """An observer that stops the requests that a step's output names, and tells their clients."""
 
     def stop(_: Any, model_runner_output: Any) -> Callable[[dict[int, Any]], None]:
         broken: Broken = getattr(model_runner_output, _ATTRIBUTE, {})

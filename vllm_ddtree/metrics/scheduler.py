@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counting rounds in the scheduler's process, where vLLM counts drafts.
 
-vLLM's `SchedulerStats` reach the front-end by msgspec, which keeps declared fields only. So a
-step's counts go behind the positions of `SpecDecodingStats.num_accepted_tokens_per_pos`, where
+vLLM's `SchedulerStats` reach the front-end by msgspec, which keeps declared fields only. So the
+counts of a step are appended to `SpecDecodingStats.num_accepted_tokens_per_pos`, where
 `take_counts` finds them.
 """
 
@@ -14,8 +14,10 @@ from vllm_ddtree.round.kinds import RoundKind
 
 
 class RoundCounter:
-    """Counts the rounds of a scheduler's steps: exactly those that vLLM counts as drafts, and the
-    decode steps of a request without any.
+    """Counts the rounds of a scheduler's steps.
+
+    These are exactly the ones that vLLM counts as drafts, and decode steps of requests without
+    drafts.
 
     Args:
         scheduler: vLLM's.
@@ -45,9 +47,9 @@ class RoundCounter:
         facts = getattr(model_runner_output, "ddtree_facts", None)
         if facts is not None:
             kinds = facts.kinds
-            self._kinds = [kinds.asked if c else kinds.others for c in kinds.chain.tolist()]
+            self._kinds = [kinds.asked if c else kinds.others for c in kinds.chain_only.tolist()]
             self._walked = facts.walked.tolist()
-            # Rows that were scheduled and hold no node are no draft tokens.
+            # Scheduled rows without a node are no draft tokens.
             scheduler_output.num_invalid_spec_tokens = {
                 request_id: len(tokens) - self._walked[self._index[request_id]][0]
                 for request_id, tokens in drafts.items()
@@ -86,8 +88,10 @@ class RoundCounter:
             counts.ranks[rank] += 1
 
     def put_counts(self, stats: Any) -> Any:
-        """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them; they
-        count from nothing afterwards."""
+        """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them.
+
+        The counts begin anew.
+        """
         counts, self._counts = self._counts, None
         if counts is None:
             return stats
@@ -98,7 +102,7 @@ class RoundCounter:
 
 
 def take_counts(stats: Any) -> RoundCounts | None:
-    """The counts in vLLM's SpecDecodingStats, which are then as vLLM made them."""
+    """Take the counts out of vLLM's SpecDecodingStats, and leave these as vLLM made them."""
     positions = stats.num_accepted_tokens_per_pos
     if len(positions) == stats.num_spec_tokens:
         return None
@@ -107,7 +111,7 @@ def take_counts(stats: Any) -> RoundCounts | None:
 
 
 def attach(engine_core: Any) -> integration.Observer | None:
-    """Count the rounds of an EngineCore by what is returned, unless its statistics are off."""
+    """An observer that counts the rounds of an EngineCore; None if its statistics are off."""
     scheduler = engine_core.scheduler
     if not scheduler.log_stats and scheduler.spec_decode_metrics_level == "none":
         return None

@@ -46,8 +46,8 @@ def _make_speculator(vllm_config: Any, device: Any) -> Any:
 
 
 def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
-    from vllm_ddtree.metrics.rounds import with_facts
     from vllm_ddtree.model_state import make_model_state
+    from vllm_ddtree.round.emitted import with_facts
     from vllm_ddtree.workarounds import sleep
 
     # Here, in a worker, vLLM's worker class is loaded already.
@@ -85,14 +85,14 @@ def _step_done(model_state: Any, output: Any) -> None:
 
 
 def _auto_tiers(schedule: Any) -> list[int] | None:
-    from vllm_ddtree.budget.auto import SCHEDULE, TIERS
+    from vllm_ddtree.budget.tiers import SCHEDULE, TIERS
 
     return [0, *TIERS] if [tuple(entry) for entry in schedule] == SCHEDULE else None
 
 
 def _captured(manager: Any, model_state: Any, capture_again: Any) -> None:
     if manager.vllm_config.speculative_config.auto_budget and model_state.chains_allowed:
-        from vllm_ddtree.budget.auto import chain_budget
+        from vllm_ddtree.budget.tiers import chain_budget
         from vllm_ddtree.graphs.chains import capture_chains
 
         rt = model_state.runtime
@@ -101,7 +101,7 @@ def _captured(manager: Any, model_state: Any, capture_again: Any) -> None:
 
 
 def _before_step(model_state: Any, scheduler_output: Any) -> None:
-    from vllm_ddtree.graphs.chains import asks_for_chains
+    from vllm_ddtree.round.marks import asks_for_chains
 
     model_state.runtime.chains_asked = asks_for_chains(scheduler_output)
 

@@ -57,7 +57,7 @@ def build_tree(
     token_ids:   int [D, K]
     budget:      most nodes, without the root
     depth_limit: deepest node, at most D (None: D)
-    chain:       only the spine, rank 0 at every depth
+    chain:       whether to grow the chain alone, rank 0 at every depth
     """
     if log_probs.ndim != 2 or log_probs.shape != token_ids.shape:
         raise ValueError(
