@@ -212,15 +212,15 @@ def test_groups_have_their_own_slots_and_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "offset", "word"), [(24, 0, 8), (24, 4, 4), (10, 0, 2), (9, 0, 1), (24, 1, 1)]
+    ("columns", "offset", "word"), [(24, 0, 8), (24, 4, 4), (10, 0, 2), (9, 0, 1), (24, 1, 1)]
 )
-def test_odd_widths_and_addresses(width: int, offset: int, word: int) -> None:
+def test_odd_sizes_and_addresses(columns: int, offset: int, word: int) -> None:
     """Words never straddle a row nor lie across an alignment."""
-    storage = torch.zeros(NUM_BLOCKS * NUM_HEADS * BLOCK_SIZE * width + 16, dtype=torch.uint8)
+    storage = torch.zeros(NUM_BLOCKS * NUM_HEADS * BLOCK_SIZE * columns + 16, dtype=torch.uint8)
     offset += -storage.data_ptr() % 8
-    strides = (NUM_HEADS * BLOCK_SIZE * width, BLOCK_SIZE * width, width, 1)
-    cache = storage.as_strided((NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, width), strides, offset)
-    cache.copy_(make_cache("heads first", width, torch.uint8, 0))
+    strides = (NUM_HEADS * BLOCK_SIZE * columns, BLOCK_SIZE * columns, columns, 1)
+    cache = storage.as_strided((NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, columns), strides, offset)
+    cache.copy_(make_cache("heads first", columns, torch.uint8, 0))
     commit = Commit([(0, 9, [0, 2, 4, 6])])
     expected = commit.expected(cache)
     compactor = KVCompactor([cache])

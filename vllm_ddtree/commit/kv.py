@@ -53,7 +53,7 @@ class KVCompactor:
         size = first.element_size()
         extents = [num_elements * size, *(stride * size for stride in first.stride()[:3]), *unique]
         self.word_size = word = next(
-            width for width in _WORDS if all(extent % width == 0 for extent in extents)
+            word for word in _WORDS if all(extent % word == 0 for extent in extents)
         )
         self._word_dtype = getattr(tl, str(_WORDS[word]).removeprefix("torch."))
         self._num_words = num_elements * size // word
