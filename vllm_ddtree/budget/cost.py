@@ -7,18 +7,24 @@ collectives meet. Dummy rounds have next to no context, and a machine under load
 the scheduler corrects the measured times by those of the rounds served.
 """
 
+from __future__ import annotations
+
 import bisect
 import itertools
 import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_ddtree import integration
 from vllm_ddtree.round.marks import ask_for_chains
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
 WARM_UP = 2
 REPEATS = 5
@@ -110,7 +116,7 @@ def _size(shape: Shape) -> int:
     return (shape[0] * shape[1] - 1).bit_length()
 
 
-def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
+def _round(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> None:
     """One dummy round, with no live tree in it."""
     state, logits = integration.dummy_step(
         runner, num_reqs, rows, lambda output: ask_for_chains(output, chain)
@@ -134,7 +140,7 @@ def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:
     return sorted(fitting, key=lambda shape: (shape[0] * shape[1], shape))
 
 
-def _time(runner: Any, rows: int, num_reqs: int, chain: bool) -> float:
+def _time(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> float:
     """Milliseconds of a dummy round."""
     for _ in range(WARM_UP):
         _round(runner, rows, num_reqs, chain)
@@ -148,7 +154,7 @@ def _time(runner: Any, rows: int, num_reqs: int, chain: bool) -> float:
 
 
 @torch.inference_mode()
-def measure(worker: Any) -> Costs:
+def measure(worker: Worker) -> Costs:
     """Time a round of every shape that a worker has a FULL graph for, before the first request.
 
     All ranks repeat a round equally often: the number follows from the shapes alone.

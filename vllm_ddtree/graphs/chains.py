@@ -9,17 +9,18 @@ scheduler says with each step which form it wants (round/marks.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_ddtree import integration
 
 if TYPE_CHECKING:
+    from torch.cuda import CUDAGraph
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
     from vllm_ddtree.round.runtime import Runtime
 
 
-class GraphsByForm(dict["BatchExecutionDescriptor", Any]):
+class GraphsByForm(dict["BatchExecutionDescriptor", "CUDAGraph"]):
     """vLLM's graphs by descriptor (`CudaGraphManager.graphs`), and the chains' graphs beside them.
 
     Args:
@@ -31,15 +32,15 @@ class GraphsByForm(dict["BatchExecutionDescriptor", Any]):
 
     def __init__(
         self,
-        trees: dict[BatchExecutionDescriptor, Any],
-        chains: dict[BatchExecutionDescriptor, Any],
+        trees: dict[BatchExecutionDescriptor, CUDAGraph],
+        chains: dict[BatchExecutionDescriptor, CUDAGraph],
         runtime: Runtime,
     ) -> None:
         super().__init__(trees)
         self.chains = chains
         self._runtime = runtime
 
-    def __getitem__(self, desc: BatchExecutionDescriptor) -> Any:
+    def __getitem__(self, desc: BatchExecutionDescriptor) -> CUDAGraph:
         if self._runtime.step.as_chains:
             return self.chains[desc]
         return super().__getitem__(desc)

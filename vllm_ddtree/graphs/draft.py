@@ -2,7 +2,6 @@
 """CUDA graphs of the draft forward, sized in draft blocks."""
 
 import copy
-from typing import Any
 
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
@@ -19,8 +18,8 @@ class DraftGraphManager(DFlashCudaGraphManager):
 
     def _init_candidates(self) -> None:
         """List what to capture, by our sizes in place of the verify step's."""
-        shared: Any = self.vllm_config.compilation_config
-        own: Any = copy.copy(shared)
+        shared = self.vllm_config.compilation_config
+        own = copy.copy(shared)
         own.cudagraph_capture_sizes = draft_sizes(
             self.decode_query_len,
             self.max_num_reqs,

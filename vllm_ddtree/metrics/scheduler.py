@@ -6,11 +6,20 @@ counts of a step are appended to `SpecDecodingStats.num_accepted_tokens_per_pos`
 `take_counts` finds them.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.round.kinds import RoundKind
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 
 class RoundCounter:
@@ -25,7 +34,7 @@ class RoundCounter:
 
     """
 
-    def __init__(self, scheduler: Any, top_k: int) -> None:
+    def __init__(self, scheduler: Scheduler, top_k: int) -> None:
         self._requests = scheduler.requests
         self._num_spec_tokens = scheduler.num_spec_tokens
         self._top_k = top_k
@@ -36,7 +45,9 @@ class RoundCounter:
         self._walked: list[list[int]] = []
         self._counts: RoundCounts | None = None
 
-    def step(self, scheduler_output: Any, model_runner_output: Any) -> None:
+    def step(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> None:
         """A step's output has come and is about to be counted by vLLM."""
         self._index = model_runner_output.req_id_to_index
         lengths = scheduler_output.num_scheduled_tokens
@@ -87,7 +98,7 @@ class RoundCounter:
         for rank in ranks[:num_accepted]:
             counts.ranks[rank] += 1
 
-    def put_counts(self, stats: Any) -> Any:
+    def put_counts(self, stats: SpecDecodingStats | None) -> SpecDecodingStats | None:
         """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them.
 
         The counts begin anew.
@@ -101,7 +112,7 @@ class RoundCounter:
         return stats
 
 
-def take_counts(stats: Any) -> RoundCounts | None:
+def take_counts(stats: SpecDecodingStats) -> RoundCounts | None:
     """Take the counts out of vLLM's SpecDecodingStats, and leave these as vLLM made them."""
     positions = stats.num_accepted_tokens_per_pos
     if len(positions) == stats.num_spec_tokens:
@@ -110,7 +121,7 @@ def take_counts(stats: Any) -> RoundCounts | None:
     return RoundCounts.unpack(positions[stats.num_spec_tokens :])
 
 
-def attach(engine_core: Any) -> integration.Observer | None:
+def attach(engine_core: EngineCore) -> integration.Observer | None:
     """An observer that counts the rounds of an EngineCore; None if its statistics are off."""
     scheduler = engine_core.scheduler
     if not scheduler.log_stats and scheduler.spec_decode_metrics_level == "none":
@@ -122,7 +133,9 @@ def attach(engine_core: Any) -> integration.Observer | None:
         counter.round(kwargs["request_id"], kwargs["num_accepted_tokens"])
         return count(*args, **kwargs)
 
-    def make_stats_with_counts(stats: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def make_stats_with_counts(
+        stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         return make_stats(counter.put_counts(stats), *args, **kwargs)
 
     scheduler.make_spec_decoding_stats = make_spec_decoding_stats

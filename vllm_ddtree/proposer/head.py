@@ -90,7 +90,13 @@ class ShardedHead:
 
     """
 
-    def __init__(self, model: Any, max_rows: int, top_k: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: DFlashQwen3ForCausalLM,
+        max_rows: int,
+        top_k: int,
+        device: torch.device | str,
+    ) -> None:
         self.lm_head, self.logits_processor = model.lm_head, model.logits_processor
         self.num_shards = self.lm_head.tp_size
         vocab = self.logits_processor.org_vocab_size
@@ -156,7 +162,7 @@ def _why_whole(model: Any) -> str | None:
     return None
 
 
-def _target_ids(model: Any, vocab: int) -> torch.Tensor:
+def _target_ids(model: DFlashQwen3ForCausalLM, vocab: int) -> torch.Tensor:
     """int64 [vocab]: the target's id of each token of the draft vocabulary."""
     offsets = model.draft_id_to_target_id
     ids = torch.arange(vocab, device=None if offsets is None else offsets.device)

@@ -88,7 +88,7 @@ class DDTreeSpeculator(DFlashSpeculator):
     """
 
     _speculator_name = "DDTree"
-    query_cudagraph_manager: Any
+    query_cudagraph_manager: DraftGraphManager
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, rt: runtime.Runtime) -> None:
         self.runtime = rt

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
     from vllm_ddtree.round.kinds import StepKinds
 
@@ -65,7 +66,9 @@ class StepFacts:
     """uint8 [num_reqs, P], `Emitted.facts`."""
 
 
-def with_facts(get_output: Callable[[Any], Any], async_output: Any) -> ModelRunnerOutput:
+def with_facts(
+    get_output: Callable[[AsyncOutput], ModelRunnerOutput], async_output: AsyncOutput
+) -> ModelRunnerOutput:
     """vLLM's output of a step, with the facts of a verify step as the attribute `ddtree_facts`.
 
     The attribute goes with the output through pickle.

@@ -8,11 +8,13 @@ goes to the host, and nobody waits for it. Requests that verify their chain alon
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+
     from vllm_ddtree.round.trees import TreeBuffers
 
 ONE = 1 << 20
@@ -27,7 +29,7 @@ same of chains."""
 
 @dataclass(frozen=True)
 class Counts:
-    """Where the walk counts the rows of a step, all of whose trees have one form."""
+    """Where the walk counts the rows of a step, all trees or all chains."""
 
     claims: torch.Tensor
     """int32 [max_num_reqs, N] by index, path probability of each row."""
@@ -82,6 +84,6 @@ class Meter:
         self._mirror.zero_()
 
 
-def read_meter(worker: Any) -> Reading:
+def read_meter(worker: Worker) -> Reading:
     """The counts of a worker's model runner (sent to it as a function)."""
     return worker.model_runner.model_state.runtime.meter.read()
