@@ -100,7 +100,7 @@ class AutoBudget:
             if ms is not None:
                 rates[choice] = self._tokens[choice] / ms
         if not rates:
-            # No graph is wide enough: the widest batch with one is the guide.
+            # No graph holds so many requests: the largest batch with one is the guide.
             return self.choice(max(n for _, n in self.costs.rounds))
         best = max(rates, key=lambda choice: rates[choice])
         present = self._chosen.get(num_reqs)
@@ -131,8 +131,8 @@ class Watch:
         self._executor = executor
         self._steps = 0
         self._last = 0.0
-        self._like: tuple[int, int, bool] | None = None
-        self._run = 0
+        self._like: tuple[int, int, bool] | None = None  # what the step before was
+        self._run = 0  # steps like it in a row
         self._answer: Future[list[Reading]] | None = None
         self._said = (0.0, auto.ranges())
 

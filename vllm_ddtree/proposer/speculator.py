@@ -99,9 +99,9 @@ class DDTreeSpeculator(DFlashSpeculator):
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.reaches = make_reaches(positions, max_num_reqs, rt.top_k, device)
-        """The longest first."""
+        """The reaches that a draft may have, the longest first."""
         self.reach = self.reaches[0]
-        """Of the draft in progress."""
+        """The reach of the draft in progress."""
         super().__init__(_draft_view(vllm_config), device)
         self.tree_tokens = torch.zeros(
             self.max_num_reqs, rt.budget, dtype=torch.int64, device=device
@@ -117,12 +117,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         """
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        # A verify step leaves the rows of a path, whatever the budget.
+        """Context rows in a draft's graph: those of a path, whatever the budget."""
         return min(num_reqs * self.reach.context.rows, self.max_num_tokens)
 
     @contextmanager
     def _drafting(self, reach: Reach) -> Iterator[None]:
-        """Within, vLLM's draft is of this reach."""
+        """Within, what vLLM drafts has this reach."""
         self._set_reach(reach)
         try:
             yield
@@ -130,6 +130,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             self._set_reach(self.reaches[0])
 
     def _set_reach(self, reach: Reach) -> None:
+        """Make vLLM's parts draft with this reach, and its graphs."""
         self.reach = reach
         self.query_cudagraph_manager = getattr(self, reach.manager)
 
@@ -153,7 +154,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         return fitting(self.reaches, min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1)))
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Graphs of each reach, in the mode that DFlash chooses; the start-up line."""
+        """Graph managers of each reach, in the mode that DFlash chooses; then the start-up line."""
         super().init_cudagraph_manager(cudagraph_mode)
         chosen = self.query_cudagraph_manager.cudagraph_mode
         for reach in self.reaches:
@@ -162,6 +163,10 @@ class DDTreeSpeculator(DFlashSpeculator):
             )
             setattr(self, reach.manager, manager)
         self._set_reach(self.reaches[0])
+        self._log_start(cudagraph_mode, chosen)
+
+    def _log_start(self, verify_mode: CUDAGraphMode, draft_mode: CUDAGraphMode) -> None:
+        """The start-up line."""
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
             "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
@@ -173,11 +178,11 @@ class DDTreeSpeculator(DFlashSpeculator):
             spec.block_size,
             self.draft_model_config.model,
             rt.attention_words,
-            cudagraph_mode.name,
+            verify_mode.name,
             rt.num_rows,
             spec.block_size,
             "/".join(str(reach.positions) for reach in self.reaches),
-            chosen.name,
+            draft_mode.name,
         )
 
     def capture(self) -> None:

@@ -63,7 +63,7 @@ class _Drafts:
 class _Chunk:
     """A range of a batch's requests, and of their logits.
 
-    A wide batch is sampled in chunks, as in vLLM, to bound the float32 copy of the logits.
+    A large batch is sampled in chunks, as in vLLM, to bound the float32 copy of the logits.
     """
 
     requests: slice

@@ -74,7 +74,7 @@ def walk(
     )
 
 
-# Chunks of a wide batch begin anywhere: no new kernel for each alignment.
+# Chunks of a large batch begin anywhere: no new kernel for each alignment.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "choices_ptr",
