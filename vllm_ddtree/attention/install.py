@@ -120,7 +120,7 @@ def _check_latent_layer(name: str, layer: Any) -> None:
         raise _refuse_cache(name, layer, caches)
 
 
-def _layers(vllm_config: VllmConfig, draft: bool) -> dict[str, Any]:
+def _layers(vllm_config: VllmConfig, draft: bool) -> dict[str, AttentionLayerBase]:
     layers = vllm_config.compilation_config.static_forward_context
     return {
         name: layer
@@ -129,7 +129,7 @@ def _layers(vllm_config: VllmConfig, draft: bool) -> dict[str, Any]:
     }
 
 
-def target_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+def target_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
     """The target's attention layers by name."""
     return _layers(vllm_config, draft=False)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_ddtree.attention.kernels.scales import Scales
 from vllm_ddtree.attention.registry import FP8_CACHES
@@ -13,6 +13,7 @@ from vllm_ddtree.integration.attention import quant_scales
 if TYPE_CHECKING:
     import torch
     from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.attention.backend import AttentionImpl
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def variant_of(layer: Attention, depth: int) -> Variant:
     )
 
 
-def scales_of(impl: Any, layer: Attention, dtype: torch.dtype) -> Scales | None:
+def scales_of(impl: AttentionImpl, layer: Attention, dtype: torch.dtype) -> Scales | None:
     """A layer's scales; None if its cache is not quantised.
 
     Args:

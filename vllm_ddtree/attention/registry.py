@@ -107,7 +107,7 @@ def backend(name: str) -> Backend | None:
     return BACKENDS.get(name)
 
 
-def supported(*, latent: bool, cache_dtype: str = "auto", chosen: bool = False) -> tuple[str, ...]:
+def supported(latent: bool, cache_dtype: str = "auto", chosen: bool = False) -> tuple[str, ...]:
     """Names of the backends that can verify trees, the best first.
 
     Args:

@@ -21,7 +21,7 @@ from vllm_ddtree.attention.metadata.latent import Tail, latent_tree_builder
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.attention.backends.mla.flashmla import FlashMLAMetadataBuilder
+    from vllm.v1.attention.backends.mla.flashmla import FlashMLAMetadata, FlashMLAMetadataBuilder
 
 
 @functools.cache
@@ -62,7 +62,7 @@ class TreeFlashMLAImpl(FlashMLAImpl):
         query: torch.Tensor,
         query_rope: torch.Tensor,
         cache: torch.Tensor,
-        attn_metadata: Any,
+        attn_metadata: FlashMLAMetadata,
         tail: Tail,
         out: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -11,11 +11,11 @@ from vllm_ddtree.round.runtime import Runtime
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
 
-def layer_runtime(builder: Any) -> Runtime:
+def layer_runtime(builder: AttentionMetadataBuilder) -> Runtime:
     """The runtime of the engine a builder's layers belong to."""
     layers = builder.vllm_config.compilation_config.static_forward_context
     return layers[builder.layer_names[0]].impl.tree_runtime
