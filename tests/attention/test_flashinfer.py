@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_ddtree.attention.kernels.segments import SegmentTable
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.layer import Variant
 from vllm_ddtree.round.step import Step
 
 from . import flashinfer_fakes

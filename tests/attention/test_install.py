@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
 from vllm_ddtree.attention.install import check_layer, install_tree_attention
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.layer import Variant
 
 from . import flashinfer_fakes, latent_fakes
 

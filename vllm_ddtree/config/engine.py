@@ -13,14 +13,7 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_ddtree import integration
-from vllm_ddtree.attention.registry import (
-    CHOSEN_BACKENDS,
-    FP8_CACHES,
-    FP8_MLA_BACKENDS,
-    SUPPORTED_BACKENDS,
-    SUPPORTED_MLA_BACKENDS,
-    one_of,
-)
+from vllm_ddtree.attention.registry import FP8_CACHES, one_of, supported
 from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.config.speculative import DDTreeConfig
 from vllm_ddtree.graphs.sizes import (
@@ -96,9 +89,10 @@ def check_engine_config(engine_args: Any, vllm_config: Any) -> None:
     if model.use_mla:
         _choose_mla_backend(vllm_config)
     elif backend is None:
-        _replace_choice(vllm_config, CHOSEN_BACKENDS, "multi-head attention")
-    elif backend.name not in SUPPORTED_BACKENDS:
-        _refuse("--attention-backend", backend.name, f"use {one_of(CHOSEN_BACKENDS[:2])}")
+        _replace_choice(vllm_config, supported(latent=False, chosen=True), "multi-head attention")
+    elif backend.name not in supported(latent=False):
+        fix = f"use {one_of(supported(latent=False, chosen=True)[:2])}"
+        _refuse("--attention-backend", backend.name, fix)
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *FP8_CACHES):
         _refuse("--kv-cache-dtype", cache_dtype, "leave it at auto or set it to fp8")
@@ -117,34 +111,34 @@ def _choose_mla_backend(vllm_config: Any) -> None:
     """
     attention, name = vllm_config.attention_config, vllm_config.model_config.model
     cache_dtype = vllm_config.cache_config.cache_dtype
-    supported: tuple[str, ...] = SUPPORTED_MLA_BACKENDS
+    names = supported(latent=True, cache_dtype=cache_dtype)
     what = "multi-head latent attention"
     if cache_dtype in FP8_CACHES:
-        supported, what = FP8_MLA_BACKENDS, f"{what} and --kv-cache-dtype={cache_dtype}"
+        what = f"{what} and --kv-cache-dtype={cache_dtype}"
     if attention.backend is not None:
-        if attention.backend.name not in supported:
+        if attention.backend.name not in names:
             raise ValueError(
                 f"method ddtree does not support --attention-backend={attention.backend.name} for "
-                f"target {name!r}, which has {what}: use {one_of(supported)}, or leave it out"
+                f"target {name!r}, which has {what}: use {one_of(names)}, or leave it out"
             )
         return
-    attention.backend = AttentionBackendEnum[_replace_choice(vllm_config, supported, what)]
+    attention.backend = AttentionBackendEnum[_replace_choice(vllm_config, names, what)]
 
 
-def _replace_choice(vllm_config: Any, supported: tuple[str, ...], what: str) -> str:
-    """Set the first supported backend that vLLM takes, where its own choice is none of them.
+def _replace_choice(vllm_config: Any, names: tuple[str, ...], what: str) -> str:
+    """Set the first of the named backends that vLLM takes, where its own choice is none of them.
 
     Returns the backend that it will be.
     """
     own = integration.target_backend(vllm_config, None)
-    if own in supported:
+    if own in names:
         return own
-    fitting = [b for b in supported if integration.target_backend(vllm_config, b) == b]
+    fitting = [b for b in names if integration.target_backend(vllm_config, b) == b]
     if not fitting:
         raise ValueError(
             f"method ddtree does not support target {vllm_config.model_config.model!r} on this "
             f"device: it has {what}, for which vLLM has {own or 'no backend'} here, and not "
-            f"{one_of(supported)}; use method dflash"
+            f"{one_of(names)}; use method dflash"
         )
     logger.warning(
         "ddtree: trees cannot be verified on vLLM's choice %s; using --attention-backend=%s",
