@@ -2,15 +2,12 @@
 """The seams of vLLM, looked for in sources that nobody imports."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from packaging.version import Version
 
-from vllm_ddtree.integration import observe_steps, seams, verify
+from vllm_ddtree.integration import seams, verify
 
 OTHERS = [Path(path) for path in os.environ.get("VLLM_DDTREE_SOURCES", "").split(":") if path]
 
@@ -88,28 +85,6 @@ def test_what_only_later_versions_have(
     monkeypatch.setattr(seams, "SEAMS_SINCE", {(0, 33): newer})
     lacks = ["vllm.v1.Class.newer", "vllm.v1.Newer", "vllm.v2"] if wanted else []
     assert verify.missing(vllm, Version(version)) == lacks
-
-
-def test_observers_of_steps() -> None:
-    """In their order and before the scheduler; what they return, after it."""
-    calls: list[tuple[str, ...]] = []
-
-    def first(*step: str) -> Callable[[Any], None]:
-        calls.append(("first", *step))
-        return lambda outputs: calls.append(("later", outputs))
-
-    def second(*step: str) -> None:
-        calls.append(("second", *step))
-
-    def update(*step: str) -> str:
-        calls.append(("update", *step))
-        return "outputs"
-
-    scheduler = SimpleNamespace(update_from_output=update)
-    observe_steps(scheduler, [first, second])
-    assert scheduler.update_from_output("a", "b") == "outputs"
-    before = [(name, "a", "b") for name in ("first", "second", "update")]
-    assert calls == [*before, ("later", "outputs")]
 
 
 @pytest.mark.skipif(not OTHERS, reason="VLLM_DDTREE_SOURCES names no package folder of vLLM")

@@ -214,14 +214,7 @@ def attach(engine_core: Any, costs: Costs) -> integration.Observer | None:
         return None
     auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.max_depth)
     watch = Watch(auto, engine_core.model_executor)
-    schedule = scheduler.schedule
-
-    def schedule_choices(*args: Any, **kwargs: Any) -> Any:
-        scheduler_output = schedule(*args, **kwargs)
-        watch.scheduled(scheduler_output)
-        return scheduler_output
-
-    scheduler.schedule = schedule_choices
+    integration.follow(scheduler).scheduled.append(watch.scheduled)
     scheduler.dynamic_sd_lookup = auto
     chain = chain_budget(spec.max_depth)
     for num_reqs in (1, 8, 32, 128):

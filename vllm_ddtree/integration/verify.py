@@ -133,3 +133,11 @@ def check() -> None:
             f"vllm {version} lacks {', '.join(lacks)}, which vllm-ddtree builds on: "
             f"install an unmodified vllm {seams.SUPPORTED_VLLM}"
         )
+
+
+def require() -> None:
+    """Raise ValueError, which vLLM shows to the user, unless `check()` finds all."""
+    try:
+        check()
+    except SeamError as error:
+        raise ValueError(f"method 'ddtree' cannot be used: {error}") from error
