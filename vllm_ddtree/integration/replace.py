@@ -32,7 +32,7 @@ def resolve(target: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _function(held: Any) -> tuple[Any, Callable[[Any], Any]]:
+def function_in(held: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The function in what an owner holds, and what makes the same of another function."""
     if isinstance(held, property):
         return held.fget, property
@@ -55,7 +55,7 @@ def replace(
     """
     owner, name = resolve(target)
     held = vars(owner)[name]
-    function, wrap = _function(held)
+    function, wrap = function_in(held)
     if not hasattr(function, MARK):
         replacement = functools.update_wrapper(make(function), function)
         setattr(replacement, MARK, function)
