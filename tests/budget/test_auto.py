@@ -22,6 +22,7 @@ from vllm_ddtree.budget.auto import (
 from vllm_ddtree.budget.cost import Costs, measurable
 from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.integration import observe_steps
+from vllm_ddtree.patches import scheduler as patches
 from vllm_ddtree.round.marks import asks_for_chains
 from vllm_ddtree.round.meter import read_meter
 
@@ -314,15 +315,18 @@ def test_a_measured_round_drafts_as_a_served_one(
 
 def test_attach_passes_outputs_on() -> None:
     seen = []
+    step = output({"a": 64}, 63)
 
-    def update(*given: object) -> str:
+    def update(_: object, *given: object) -> str:
         seen.append(given)
         return "outputs"
 
-    step = output({"a": 64}, 63)
-    scheduler = SimpleNamespace(
-        schedule=lambda: step, update_from_output=update, dynamic_sd_lookup=[0, 1]
-    )
+    class Scheduler:
+        dynamic_sd_lookup: Any = (0, 1)
+        schedule = patches.schedule(lambda self: step)
+        update_from_output = patches.update_from_output(update)
+
+    scheduler = Scheduler()
     core = SimpleNamespace(
         scheduler=scheduler,
         model_executor=Executor([]),
@@ -335,7 +339,7 @@ def test_attach_passes_outputs_on() -> None:
     assert observer is not None
     observe_steps(scheduler, [observer])
     assert isinstance(scheduler.dynamic_sd_lookup, AutoBudget)
-    assert scheduler.schedule() is step
+    assert scheduler.schedule() is step and hasattr(step, "ddtree_chains")
     assert scheduler.update_from_output(step, "model output") == "outputs"
     assert seen == [(step, "model output")]
 

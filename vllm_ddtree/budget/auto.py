@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -210,14 +210,7 @@ def attach(engine_core: EngineCore, costs: Costs) -> integration.Observer | None
         return None
     auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.max_depth)
     watch = Watch(auto, engine_core.model_executor)
-    schedule = scheduler.schedule
-
-    def schedule_choices(*args: Any, **kwargs: Any) -> SchedulerOutput:
-        scheduler_output = schedule(*args, **kwargs)
-        watch.scheduled(scheduler_output)
-        return scheduler_output
-
-    scheduler.schedule = schedule_choices
+    integration.follow(scheduler).scheduled.append(watch.scheduled)
     scheduler.dynamic_sd_lookup = auto
     chain = chain_budget(spec.max_depth)
     for num_reqs in (1, 8, 32, 128):

@@ -15,14 +15,15 @@ from pydantic import Field, ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_ddtree import integration
+from vllm_ddtree import integration, presence
 from vllm_ddtree.budget.tiers import SCHEDULE
-from vllm_ddtree.patches import hooks
 
 MAX_BUDGET = 255
 MAX_TOP_K = 64
 MAX_BLOCK_SIZE = 32
 DEFAULT_TOP_K = 16
+_LISTENERS = "presence_listeners"
+"""Key of the pickled state."""
 
 # Keys of our own, and keys of `method: dflash` that keep their meaning.
 OWN_KEYS = ("budget", "budget_per_batch_size", "top_k", "num_speculative_tokens")
@@ -91,10 +92,16 @@ class DDTreeConfig(SpeculativeConfig):
             f"block_size={self.block_size})"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, _LISTENERS: presence.listeners()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Unpickled in an engine or worker process: that process needs the runner's hooks.
-        self.__dict__.update(state)
-        hooks.install()
+        # Unpickled in an engine or worker process, maybe before the plugin is registered there.
+        own = dict(state)
+        for listener in own.pop(_LISTENERS):
+            presence.when_present(listener)
+        self.__dict__.update(own)
+        presence.announce()
 
 
 def _bad(key: Any, value: Any, fix: str) -> ValueError:
@@ -317,4 +324,5 @@ def make_config(keys: dict[str, Any], target_model_config: Any, target_parallel_
     built.depth_limit = depth
     # A node is among the budget best only if its rank is below the budget.
     built.top_k = min(top_k, budget, built.draft_model_config.get_vocab_size())
+    presence.announce()
     return built

@@ -8,7 +8,7 @@ counts of a step are appended to `SpecDecodingStats.num_accepted_tokens_per_pos`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import RoundCounts
@@ -127,17 +127,7 @@ def attach(engine_core: EngineCore) -> integration.Observer | None:
     if not scheduler.log_stats and scheduler.spec_decode_metrics_level == "none":
         return None
     counter = RoundCounter(scheduler, engine_core.vllm_config.speculative_config.top_k)
-    count, make_stats = scheduler.make_spec_decoding_stats, scheduler.make_stats
-
-    def make_spec_decoding_stats(*args: Any, **kwargs: Any) -> Any:
-        counter.round(kwargs["request_id"], kwargs["num_accepted_tokens"])
-        return count(*args, **kwargs)
-
-    def make_stats_with_counts(
-        stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        return make_stats(counter.put_counts(stats), *args, **kwargs)
-
-    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
-    scheduler.make_stats = make_stats_with_counts
+    steps = integration.follow(scheduler)
+    steps.drafted.append(counter.round)
+    steps.counted.append(counter.put_counts)
     return counter.step
