@@ -11,12 +11,12 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
-from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_ddtree import invariants
 from vllm_ddtree.attention.install import draft_layers, install_tree_attention, target_layers
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
+from vllm_ddtree.config.loaded_target import check_loaded_target
 from vllm_ddtree.invariants.free_slots import FreeSlots
 from vllm_ddtree.invariants.step import check_step
 from vllm_ddtree.invariants.stop import Broken, of_all_ranks
@@ -45,12 +45,7 @@ def make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: A
         ValueError: the target needs a model state, or an attention, that trees do not support.
 
     """
-    base = resolve_model_state_cls(vllm_config, model)
-    if base is not DefaultModelState:
-        raise ValueError(
-            f"method ddtree does not support target {vllm_config.model_config.model!r}: it needs "
-            f"{base.__name__} (recurrent, cross-attention or encoder layers); use method dflash"
-        )
+    check_loaded_target(vllm_config, model)
     return DDTreeModelState(vllm_config, model, encoder_cache, device)
 
 
@@ -59,11 +54,6 @@ class DDTreeStateMixin:
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)  # type: ignore[call-arg]
-        if getattr(self, "rope_state", None) is not None:
-            raise ValueError(
-                f"method ddtree does not support target {vllm_config.model_config.model!r}: its "
-                "positions have several axes (M-RoPE); use method dflash"
-            )
         self.runtime = runtime.take(vllm_config)
         self.runtime.attention_form = install_tree_attention(vllm_config, self.runtime)
         self._kv_cache_groups: list[tuple[int, list[str]]] = []

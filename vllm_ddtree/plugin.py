@@ -47,6 +47,6 @@ def _begin(engine_args: Any) -> None:
 
 
 def _finish(engine_args: Any, vllm_config: Any) -> None:
-    from vllm_ddtree.config.engine import check_engine_config
+    from vllm_ddtree.config.engine import finish_engine_config
 
-    check_engine_config(engine_args, vllm_config)
+    finish_engine_config(engine_args, vllm_config)

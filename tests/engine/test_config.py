@@ -171,9 +171,9 @@ def test_wrong_keys(keys: dict[str, Any], parts: list[str]) -> None:
 
 
 def test_a_key_of_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ddtree.config import speculative as config
+    from vllm_ddtree.config import keys
 
-    monkeypatch.setattr(config, "DFLASH_KEYS", (*config.DFLASH_KEYS, "key_of_tomorrow"))
+    monkeypatch.setattr(keys, "DFLASH_KEYS", (*keys.DFLASH_KEYS, "key_of_tomorrow"))
     message = refusal(lambda: build({"key_of_tomorrow": 1}))
     assert "key_of_tomorrow=1" in message and "leave it out" in message
     assert "key_of_tomorrow" not in refusal(lambda: build({"zebra": 1}))
@@ -382,12 +382,12 @@ def test_other_targets(
     monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, what: str
 ) -> None:
     """Nano with the trait: reading a real one's model class takes vLLM seconds."""
-    from vllm_ddtree.config.engine import check_engine_config
+    from vllm_ddtree.config.engine import finish_engine_config
 
     config = build()
     model_type = type(config.model_config)
     monkeypatch.setattr(model_type, attribute, property(lambda _: value), raising=False)
-    message = refusal(lambda: check_engine_config(None, config))
+    message = refusal(lambda: finish_engine_config(None, config))
     for part in (f"target {str(TARGET)!r}", what, "use method dflash"):
         assert part in message
 
@@ -432,7 +432,7 @@ def test_the_backend_of_a_latent_target(
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_ddtree.config.engine import check_engine_config
+    from vllm_ddtree.config.engine import finish_engine_config
 
     args, config = EngineArgs(model=str(TARGET)), build()
     attention = config.attention_config
@@ -452,10 +452,10 @@ def test_the_backend_of_a_latent_target(
     monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda _: True))
     attention.backend = AttentionBackendEnum[asked] if asked else None
     if isinstance(chosen, str):
-        check_engine_config(args, config)
+        finish_engine_config(args, config)
         assert attention.backend is AttentionBackendEnum[chosen]
         return
-    message = refusal(lambda: check_engine_config(args, config))
+    message = refusal(lambda: finish_engine_config(args, config))
     supported = "FLASH_ATTN_MLA, FLASHMLA or TRITON_MLA"
     for part in (f"target {str(TARGET)!r}", "latent attention", supported, *chosen):
         assert part in message
@@ -476,7 +476,7 @@ def test_the_backend_of_other_targets(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention import selector
 
-    from vllm_ddtree.config.engine import check_engine_config
+    from vllm_ddtree.config.engine import finish_engine_config
 
     args, config = EngineArgs(model=str(TARGET)), build()
     attention = config.attention_config
@@ -491,10 +491,10 @@ def test_the_backend_of_other_targets(
     monkeypatch.setattr(selector, "get_attn_backend", get_attn_backend)
     assert attention.backend is None
     if isinstance(chosen, list):
-        message = refusal(lambda: check_engine_config(args, config))
+        message = refusal(lambda: finish_engine_config(args, config))
         assert all(part in message for part in chosen)
         return
-    check_engine_config(args, config)
+    finish_engine_config(args, config)
     assert (attention.backend.name if attention.backend else None) == chosen
 
 
@@ -506,15 +506,15 @@ def test_a_backend_that_is_named(asked: str, taken: bool) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_ddtree.config.engine import check_engine_config
+    from vllm_ddtree.config.engine import finish_engine_config
 
     args, config = EngineArgs(model=str(TARGET)), build()
     config.attention_config.backend = AttentionBackendEnum[asked]
     if taken:
-        check_engine_config(args, config)
+        finish_engine_config(args, config)
         assert config.attention_config.backend is AttentionBackendEnum[asked]
         return
-    message = refusal(lambda: check_engine_config(args, config))
+    message = refusal(lambda: finish_engine_config(args, config))
     assert f"--attention-backend={asked}: use FLASH_ATTN or TRITON_ATTN" in message
 
 

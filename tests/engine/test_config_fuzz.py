@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import NANO
 from tests.engine.test_config import build, refusal
-from vllm_ddtree.config.speculative import DFLASH_KEYS, FIXED_KEYS, OWN_KEYS
+from vllm_ddtree.config.keys import DFLASH_KEYS, FIXED_KEYS, OWN_KEYS
 from vllm_ddtree.testing import cpu
 
 VALUES: list[Any] = [

@@ -40,8 +40,10 @@ def is_ddtree(speculative_config: Any) -> bool:
 
 
 def _make_speculator(vllm_config: Any, device: Any) -> Any:
+    from vllm_ddtree.config.loaded_target import check_target_class
     from vllm_ddtree.proposer.speculator import make_speculator
 
+    check_target_class(vllm_config)
     return make_speculator(vllm_config, device)
 
 
