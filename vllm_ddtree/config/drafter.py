@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ddtree import integration
 from vllm_ddtree.config.errors import bad_key
+from vllm_ddtree.config.keys import whole
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from vllm.config.model import ModelConfig
     from vllm.config.speculative import SpeculativeConfig
 
 MAX_BLOCK_SIZE = 32
@@ -17,18 +18,46 @@ OTHER_DRAFTERS = ("DFlash2", "LiLiCorr", "XPress")
 """Parts of the names of architectures that draft otherwise than DFlash."""
 
 
-def draft_block_size(hf_config: PretrainedConfig) -> int | None:
-    """`block_size` of a DFlash drafter's config.json, wherever the checkpoint keeps it."""
-    nested = getattr(hf_config, "dflash_config", None) or {}
-    value = getattr(hf_config, "block_size", None)
-    return value if value is not None else nested.get("block_size")
+def check_format(model: str, revision: str | None) -> None:
+    """Raise ValueError for a drafter of the speculators library that is not DFlash."""
+    kind = integration.checkpoint_config(model, revision).get("speculators_model_type", "dflash")
+    if kind != "dflash":
+        what = f"{model}/config.json has speculators_model_type={kind!r}"
+        raise bad_key("model", model, f"give a plain DFlash drafter ({what})")
 
 
-def check_drafter(spec: SpeculativeConfig) -> int:
+def draft_block_size(draft: ModelConfig) -> int | None:
+    """Query tokens of a draft forward, wherever a DFlash checkpoint keeps them; None: nowhere.
+
+    vLLM's reading of the speculators library's format drops `block_size`
+    (transformers_utils/configs/speculators/), so its file is read again. What that library proposes
+    by default (`speculative_tokens`) is the block without the root.
+    """
+    nested = getattr(draft.hf_config, "dflash_config", None) or {}
+    checkpoint = integration.checkpoint_config(draft.model, draft.revision)
+    for value in (
+        getattr(draft.hf_config, "block_size", None),
+        nested.get("block_size"),
+        checkpoint.get("block_size"),
+    ):
+        if value is not None:
+            return value
+    try:
+        return checkpoint["speculators_config"]["proposal_methods"][0]["speculative_tokens"] + 1
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def check_drafter(spec: SpeculativeConfig, asked_tokens: Any = None) -> int:
     """Check the drafter of a speculative config that vLLM has taken.
 
+    Args:
+        spec: the speculative config.
+        asked_tokens: the user's `num_speculative_tokens`. As with `method: dflash`, it makes the
+            block where the checkpoint names none.
+
     Returns:
-        Its block size: query tokens of a draft forward.
+        The drafter's block size: query tokens of a draft forward.
 
     Raises:
         ValueError: it is no plain DFlash drafter for this target.
@@ -39,12 +68,15 @@ def check_drafter(spec: SpeculativeConfig) -> int:
     def refuse(fix: str) -> ValueError:
         return bad_key("model", draft.model, fix)
 
+    check_format(draft.model, draft.revision)
     original: Any = getattr(draft.hf_config, "model", None) or draft.hf_config
     architectures = getattr(original, "architectures", None) or draft.architectures or ["unknown"]
     special = [a for a in architectures if any(other in a for other in OTHER_DRAFTERS)]
     if special:
         raise refuse(f"give a plain DFlash drafter, not {special[0]}")
-    block_size = draft_block_size(draft.hf_config)
+    block_size = draft_block_size(draft)
+    if block_size is None and asked_tokens is not None:
+        block_size = whole("num_speculative_tokens", asked_tokens, 1, MAX_BLOCK_SIZE - 1) + 1
     layers = integration.aux_layers(spec)
     missing = [
         what
@@ -57,7 +89,7 @@ def check_drafter(spec: SpeculativeConfig) -> int:
     ]
     if missing:
         raise refuse(
-            f"give a DFlash drafter ({architectures[0]} without {', '.join(missing)} is none)"
+            f"give a DFlash drafter ({draft.model}/config.json has no {', '.join(missing)})"
         )
     assert block_size is not None and layers is not None
     if not 2 <= block_size <= MAX_BLOCK_SIZE:

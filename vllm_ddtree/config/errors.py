@@ -29,7 +29,9 @@ def bad_layer(name: str, what: str, fix: str = "use method dflash for this targe
     return ValueError(f"method ddtree cannot verify trees in target layer {name}: {what}; {fix}")
 
 
-def refused_by_vllm(error: ValidationError | OSError, keys: dict[str, Any]) -> ValueError:
+def refused_by_vllm(
+    error: ValidationError | OSError | KeyError, keys: dict[str, Any]
+) -> ValueError:
     """One line for what vLLM's own configuration refuses of the user's keys.
 
     Args:
@@ -43,6 +45,10 @@ def refused_by_vllm(error: ValidationError | OSError, keys: dict[str, Any]) -> V
         return bad_key(
             "model", model, f"give a DFlash drafter ({where}: {' '.join(str(error).split())})"
         )
+    if isinstance(error, KeyError):
+        # Of vLLM's reading of a checkpoint (transformers_utils/configs/speculators/algos.py).
+        missing = f"{model}/config.json has no {error.args[0]}"
+        return bad_key("model", model, f"give a DFlash drafter ({missing})")
     first = error.errors()[0]
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     if reason.startswith("Model architectures"):

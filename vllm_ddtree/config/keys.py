@@ -79,7 +79,7 @@ class Keys:
             ", the drafter's block_size - 1: it limits the depth, budget sets the number of nodes"
         )
         key, value = "num_speculative_tokens", self.num_speculative_tokens
-        return most if value is None else _whole(key, value, 1, most, also)
+        return most if value is None else whole(key, value, 1, most, also)
 
 
 def parse(given: dict[Any, Any]) -> Keys:
@@ -99,7 +99,7 @@ def parse(given: dict[Any, Any]) -> Keys:
         assert schedule is not None
         budget = max(nodes for _, _, nodes in schedule)
     top_k = keys.get("top_k")
-    top_k = DEFAULT_TOP_K if top_k is None else _whole("top_k", top_k, 1, MAX_TOP_K)
+    top_k = DEFAULT_TOP_K if top_k is None else whole("top_k", top_k, 1, MAX_TOP_K)
     model = keys.get("model")
     if not isinstance(model, str) or not model:
         raise bad_key("model", model, "give the DFlash drafter's folder or hub name")
@@ -156,7 +156,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _whole(key: str, value: Any, low: int, high: int, also: str = "") -> int:
+def whole(key: str, value: Any, low: int, high: int, also: str = "") -> int:
     """The value, a whole number from low to high; `also` ends the error."""
     if not _is_whole(value) or not low <= value <= high:
         raise bad_key(key, value, f"give a whole number from {low} to {high}{also}")
@@ -168,7 +168,7 @@ def _budget(value: Any, schedule: list[tuple[int, int, int]] | None) -> tuple[bo
     auto = value == "auto" or (value is None and schedule is None)
     number = None
     if not auto and value is not None:
-        number = _whole("budget", value, 1, MAX_BUDGET, ', or "auto"')
+        number = whole("budget", value, 1, MAX_BUDGET, ', or "auto"')
     if schedule is not None and (auto or number is not None):
         raise bad_key("budget", value, "leave out either it or budget_per_batch_size")
     return auto, number

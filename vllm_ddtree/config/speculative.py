@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_ddtree.config.drafter import check_drafter
+from vllm_ddtree.config.drafter import check_drafter, check_format
 from vllm_ddtree.config.errors import refused_by_vllm
 from vllm_ddtree.config.keys import DEFAULT_TOP_K, MAX_BUDGET, MAX_TOP_K, parse
 from vllm_ddtree.patches import hooks
@@ -92,9 +92,10 @@ def make_config(
             target_parallel_config=target_parallel,
             **keys.for_vllm,
         )
-    except (ValidationError, OSError) as error:
+    except (ValidationError, OSError, KeyError) as error:
+        check_format(keys.model, keys.for_vllm.get("revision"))
         raise refused_by_vllm(error, keys.for_vllm) from error
-    built.block_size = check_drafter(built)
+    built.block_size = check_drafter(built, keys.num_speculative_tokens)
     built.depth_limit = keys.depth_limit(built.block_size)
     # A node is among the budget best only if its rank is below the budget.
     built.top_k = min(keys.top_k, keys.budget, built.draft_model_config.get_vocab_size())

@@ -18,7 +18,7 @@ imported where they are used, none when this package is.
 """
 
 from vllm_ddtree.integration.attention import plans_ahead, reserve_mla_workspace, target_backend
-from vllm_ddtree.integration.drafter import aux_layers, mask_token_id
+from vllm_ddtree.integration.drafter import aux_layers, checkpoint_config, mask_token_id
 from vllm_ddtree.integration.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.integration.engine_args import hook_engine_args
 from vllm_ddtree.integration.graphs import (
@@ -43,6 +43,7 @@ __all__ = [
     "aux_layers",
     "capture_apart",
     "check",
+    "checkpoint_config",
     "dummy_draft",
     "dummy_step",
     "estimates_memory",

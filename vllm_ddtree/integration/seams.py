@@ -14,6 +14,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.config.vllm": ("VllmConfig: num_lookahead_tokens use_v2_model_runner",),
     "vllm.config.speculative": ("SpeculativeConfig: max_num_new_slots_for_drafting",),
+    "vllm.transformers_utils.repo_utils": ("try_get_local_file",),
     # Engine core and scheduler.
     "vllm.v1.engine.core": ("EngineCore: __init__",),
     "vllm.v1.core.sched.scheduler": (
