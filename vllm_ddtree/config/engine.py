@@ -16,14 +16,14 @@ from vllm_ddtree.attention.registry import FP8_CACHES
 from vllm_ddtree.config.attention import fitting_backend, set_attention_backend
 from vllm_ddtree.config.errors import bad_flag
 from vllm_ddtree.config.graphs import set_capture_sizes
+from vllm_ddtree.config.speculative import DDTreeConfig
 from vllm_ddtree.config.target import check_target
 from vllm_ddtree.config.token_budget import check_token_budget, set_active_requests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.speculative import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_ddtree.config.speculative import DDTreeConfig
 
 
 def check_engine_args(engine_args: EngineArgs) -> None:
@@ -45,6 +45,7 @@ def finish_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> No
         ValueError: DDTree cannot run this engine; one line with flag, value and fix.
 
     """
+    _check_method(vllm_config.speculative_config)
     _check_runner(vllm_config)
     check_target(vllm_config.model_config)
     _check_settings(vllm_config)
@@ -54,6 +55,17 @@ def finish_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> No
     set_attention_backend(vllm_config, backend)
     set_active_requests(engine_args, vllm_config)
     set_capture_sizes(engine_args, vllm_config)
+
+
+def _check_method(spec: SpeculativeConfig | None) -> None:
+    """Refuse a finished configuration in which vLLM has made another method of ddtree."""
+    if isinstance(spec, DDTreeConfig):
+        return
+    became = "none" if spec is None else f"{spec.method!r} with drafter {spec.model!r}"
+    raise ValueError(
+        f"method ddtree was asked for, and vLLM made {became} of it: give the target as --model "
+        "and the drafter as 'model' of --speculative-config"
+    )
 
 
 def _check_runner(vllm_config: VllmConfig) -> None:

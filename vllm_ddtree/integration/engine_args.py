@@ -2,15 +2,88 @@
 """Where configurations are made."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_ddtree.integration.replace import replace
 
 
-def _method(engine_args: Any) -> str | None:
-    """The speculative method that EngineArgs ask for."""
-    keys = engine_args.speculative_config
-    return engine_args.spec_method or (keys.get("method") if isinstance(keys, dict) else None)
+@dataclass(frozen=True)
+class _Asked:
+    """What the user gave, before vLLM reads a drafter into it.
+
+    Where the target argument is a checkpoint of the speculators library, vLLM takes that
+    checkpoint's target instead, and locks method and drafter to what it names
+    (transformers_utils/config.py, `maybe_override_with_speculators`).
+    """
+
+    target: str
+    config: Any
+    """The speculative_config."""
+    flags: tuple[tuple[str, str, Any], ...]
+    """(flag, key, value) of the short flags that were given."""
+
+    @classmethod
+    def of(cls, engine_args: Any) -> "_Asked":
+        flags = (
+            ("--spec-method", "method", engine_args.spec_method),
+            ("--spec-model", "model", engine_args.spec_model),
+            ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
+        )
+        given = tuple(flag for flag in flags if flag[2] is not None)
+        return cls(engine_args.model, engine_args.speculative_config, given)
+
+    def is_ddtree(self) -> bool:
+        methods = [value for _, key, value in self.flags if key == "method"]
+        if isinstance(self.config, dict):
+            methods.append(self.config.get("method"))
+        return methods[:1] == ["ddtree"]
+
+    def keys(self) -> dict[str, Any]:
+        """The speculative_config and the short flags together.
+
+        Raises:
+            ValueError: the config is no object, or a flag says again what it says.
+
+        """
+        if not isinstance(self.config, (dict, type(None))):
+            raise ValueError(
+                f"--speculative-config={self.config!r} is not valid for method "
+                "ddtree: give a JSON object"
+            )
+        keys = dict(self.config or {})
+        for flag, key, value in self.flags:
+            if key in keys:
+                raise ValueError(f"{flag} and --speculative-config['{key}'] are mutually exclusive")
+            keys[key] = value
+        return keys
+
+
+_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+"""Set while an engine's configuration is made."""
+
+
+def _take_named_drafter(engine_args: Any, asked: _Asked, keys: dict[str, Any]) -> None:
+    """Let the drafter be the one that the target argument turned out to be, if it did.
+
+    Raises:
+        ValueError: the user named another one, too.
+
+    """
+    made = engine_args.speculative_config
+    if made is asked.config or not isinstance(made, dict) or "model" not in made:
+        return
+    drafter = made["model"]
+    given = keys.setdefault("model", drafter)
+    if given != drafter:
+        raise ValueError(
+            f"speculative_config: model={given!r} is not valid for method ddtree: target "
+            f"{asked.target!r} names its own drafter; leave it out, or give the target itself"
+        )
+    # The target argument is the target now; a configuration made again must find its drafter.
+    flags = {key for _, key, _ in asked.flags}
+    engine_args.speculative_config = {k: v for k, v in keys.items() if k not in flags}
 
 
 def hook_engine_args(
@@ -25,8 +98,8 @@ def hook_engine_args(
         make_config: (user's keys, target ModelConfig, target ParallelConfig) -> speculative config.
         is_ddtree: whether a speculative config is DDTree's.
         begin: (EngineArgs) -> None; checks what vLLM would answer with advice that misleads.
-        finish: (EngineArgs, VllmConfig) -> None; checks the whole configuration, raising
-        ValueError.
+        finish: (EngineArgs, VllmConfig) -> None; checks the whole configuration that was made where
+            the user asked for ddtree, and that it is ddtree's.
 
     """
     from vllm.config.vllm import VllmConfig
@@ -34,41 +107,31 @@ def hook_engine_args(
 
     def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
-            if _method(self) != "ddtree":
+            asked = _asked.get() or _Asked.of(self)
+            if not asked.is_ddtree():
                 return original(
                     self,
                     target_model_config=target_model_config,
                     target_parallel_config=target_parallel_config,
                 )
-            if not isinstance(self.speculative_config, (dict, type(None))):
-                raise ValueError(
-                    f"--speculative-config={self.speculative_config!r} is not valid for method "
-                    "ddtree: give a JSON object"
-                )
-            keys = dict(self.speculative_config or {})
-            for flag, key, value in (
-                ("--spec-method", "method", self.spec_method),
-                ("--spec-model", "model", self.spec_model),
-                ("--spec-tokens", "num_speculative_tokens", self.spec_tokens),
-            ):
-                if value is None:
-                    continue
-                if key in keys:
-                    raise ValueError(
-                        f"{flag} and --speculative-config['{key}'] are mutually exclusive"
-                    )
-                keys[key] = value
+            keys = asked.keys()
+            _take_named_drafter(self, asked, keys)
             return make_config(keys, target_model_config, target_parallel_config)
 
         return create
 
     def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _method(self) == "ddtree":
-                begin(self)
-            vllm_config = original(self, *args, **kwargs)
-            if is_ddtree(vllm_config.speculative_config):
-                finish(self, vllm_config)
+            asked = _Asked.of(self)
+            if not asked.is_ddtree():
+                return original(self, *args, **kwargs)
+            begin(self)
+            token = _asked.set(asked)
+            try:
+                vllm_config = original(self, *args, **kwargs)
+            finally:
+                _asked.reset(token)
+            finish(self, vllm_config)
             return vllm_config
 
         return create
