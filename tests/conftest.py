@@ -2,8 +2,8 @@
 """Environment, models and device of all tests.
 
 With the CPU test bed (cpu/README.md) the tests run on the CPU, Triton kernels in the interpreter,
-and tests/gpu is not collected. Without it they run on a CUDA device, and tests/engine and
-tests/testing, made for the CPU engine, are not collected.
+and tests/gpu is not collected. Without it they run on a CUDA device, and tests/config, tests/engine
+and tests/testing, made for the CPU engine, are not collected.
 
 Fixtures: `nano_pair`; `small_pair`; `pair`, each pair in turn; `device`.
 """
@@ -21,7 +21,7 @@ from vllm_ddtree.testing import cpu
 ON_CPU = cpu.available()
 if ON_CPU:
     cpu.set_environment()  # before anything imports torch, triton or vllm
-collect_ignore = ["gpu"] if ON_CPU else ["engine", "testing"]
+collect_ignore = ["gpu"] if ON_CPU else ["config", "engine", "testing"]
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 

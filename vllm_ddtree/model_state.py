@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from vllm_ddtree import invariants
 from vllm_ddtree.attention.install import draft_layers, install_tree_attention, target_layers
 from vllm_ddtree.commit.target import TargetCaches
+from vllm_ddtree.config.loaded_target import check_loaded_target
 from vllm_ddtree.invariants.checks import Checks
 from vllm_ddtree.round import runtime
 from vllm_ddtree.round.kinds import step_kinds
@@ -64,12 +64,7 @@ def make_model_state(
         ValueError: the target needs a model state, or an attention, that trees do not support.
 
     """
-    base = resolve_model_state_cls(vllm_config, model)
-    if base is not DefaultModelState:
-        raise ValueError(
-            f"method ddtree does not support target {vllm_config.model_config.model!r}: it needs "
-            f"{base.__name__} (recurrent, cross-attention or encoder layers); use method dflash"
-        )
+    check_loaded_target(vllm_config, model)
     return DDTreeModelState(vllm_config, model, encoder_cache, device)
 
 
@@ -95,11 +90,6 @@ class DDTreeModelState(DefaultModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        if getattr(self, "rope_state", None) is not None:
-            raise ValueError(
-                f"method ddtree does not support target {vllm_config.model_config.model!r}: its "
-                "positions have several axes (M-RoPE); use method dflash"
-            )
         self.runtime = runtime.take(vllm_config)
         self.runtime.attention_words = install_tree_attention(vllm_config, self.runtime)
         self.chains_allowed = not vllm_config.model_config.use_mla

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_ddtree.budget.tiers import TIERS
-from vllm_ddtree.config import engine as checks
+from vllm_ddtree.config.graphs import set_capture_sizes
 from vllm_ddtree.graphs.sizes import (
     MAX_AUTO_TOKENS,
     MAX_DRAFT_TOKENS,
@@ -80,12 +80,14 @@ def plan(spec: dict[str, Any], asked: dict[str, Any] | None = None, **scheduler:
     """Capture sizes of an engine on a GPU, where vLLM's own are 1 and 512."""
     compilation = SimpleNamespace(cudagraph_capture_sizes=[1, 512], max_cudagraph_capture_size=512)
     limits = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, **scheduler}
-    config = SimpleNamespace(
-        compilation_config=compilation, scheduler_config=SimpleNamespace(**limits)
-    )
     keys = {"auto_budget": False, "num_speculative_tokens_per_batch_size": None, **spec}
-    arguments = SimpleNamespace(compilation_config=SimpleNamespace(**(asked or {})))
-    checks._plan_graphs(arguments, config, SimpleNamespace(**keys))  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(**limits),
+        speculative_config=SimpleNamespace(**keys),
+    )
+    arguments: Any = SimpleNamespace(compilation_config=SimpleNamespace(**(asked or {})))
+    set_capture_sizes(arguments, config)
     sizes = compilation.cudagraph_capture_sizes
     assert compilation.max_cudagraph_capture_size == sizes[-1]
     return sizes

@@ -13,7 +13,7 @@ this package is.
 """
 
 from vllm_ddtree.integration.attention import plans_ahead, reserve_mla_workspace, target_backend
-from vllm_ddtree.integration.drafter import aux_layers, mask_token_id
+from vllm_ddtree.integration.drafter import aux_layers, checkpoint_config, mask_token_id
 from vllm_ddtree.integration.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
@@ -32,6 +32,7 @@ __all__ = [
     "aux_layers",
     "capture_apart",
     "check",
+    "checkpoint_config",
     "dummy_draft",
     "dummy_step",
     "estimates_memory",

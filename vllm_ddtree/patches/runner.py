@@ -20,8 +20,10 @@ def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def init(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
         if is_ddtree(vllm_config.speculative_config):
+            from vllm_ddtree.config.loaded_target import check_target_class
             from vllm_ddtree.proposer.speculator import make_speculator
 
+            check_target_class(vllm_config)
             return make_speculator(vllm_config, device)
         return original(vllm_config, device, req_states)
 

@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader.utils import get_model_cls
-from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree.budget.tiers import TIERS
@@ -48,19 +46,7 @@ the trees of such drafts have all the nodes by which larger budgets are estimate
 
 
 def make_speculator(vllm_config: VllmConfig, device: torch.device) -> DDTreeSpeculator:
-    """The speculator of a runner, before any weight is loaded.
-
-    Raises:
-        ValueError: the target gives no auxiliary hidden states.
-
-    """
-    target = get_model_cls(vllm_config.model_config)
-    if not supports_eagle3(target):
-        raise ValueError(
-            f"method ddtree cannot use target {vllm_config.model_config.model!r}: "
-            f"{target.__name__} gives no auxiliary hidden states to a DFlash drafter; "
-            "use a target that method dflash supports"
-        )
+    """The speculator of a runner, before any weight is loaded."""
     return DDTreeSpeculator(vllm_config, device, runtime.create(vllm_config, device))
 
 
