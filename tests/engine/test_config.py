@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
+import ddtree_testbed
 from tests.conftest import NANO
-from vllm_ddtree.testing import cpu
 
 TARGET, DRAFTER = NANO.target, NANO.drafter
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
-    cpu.prepare()
+    ddtree_testbed.prepare()
     from vllm_ddtree import plugin
 
     plugin.register()
