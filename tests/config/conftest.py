@@ -3,12 +3,12 @@
 
 import pytest
 
-from vllm_ddtree.testing import cpu
+import ddtree_testbed
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _registered() -> None:
-    cpu.prepare()
+    ddtree_testbed.prepare()
     from vllm_ddtree import plugin
 
     plugin.register()

@@ -9,13 +9,16 @@ result.token_ids, result.counters.acceptance_length
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import functools
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ddtree.testing import cpu, engine
+import ddtree_testbed
+from vllm_ddtree.testing import engine
 from vllm_ddtree.testing.engine import Counters, Prompt, Result, generate
 
 if TYPE_CHECKING:
@@ -98,12 +101,26 @@ def ddtree(pair: Pair, budget: int, **more: Any) -> dict[str, Any]:
     return {"method": "ddtree", "model": str(pair.drafter), "budget": budget, **more}
 
 
+@functools.cache  # once a process
+def freeze_modules() -> None:
+    """Keeps all there is out of garbage collection.
+
+    Every engine collects garbage several times, and each time all of vLLM's and PyTorch's modules
+    would be looked through: two seconds an engine.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
 def open_engine(
     target: str | Path, spec: dict[str, Any] | None = None, **llm_kwargs: Any
-) -> AbstractContextManager[LLM]:
+) -> Iterator[LLM]:
     """`vllm_ddtree.testing.engine.open_engine` on the CPU test bed, with `DEFAULTS`."""
-    cpu.prepare()
-    return engine.open_engine(target, spec, **{**DEFAULTS, **llm_kwargs})
+    ddtree_testbed.prepare()
+    with engine.open_engine(target, spec, **{**DEFAULTS, **llm_kwargs}) as llm:
+        yield llm
+    freeze_modules()  # the first engine has imported what it needs, and is gone
 
 
 def run_engine(

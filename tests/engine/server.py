@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ddtree_testbed
 from tests.conftest import NANO
-from vllm_ddtree.testing import cpu
 
 READY_SECONDS = 240
 LENGTH = 16
@@ -77,7 +77,7 @@ class Server:
 @contextmanager
 def serving(folder: Path, model: Path, more: str = "", budget: int = 12) -> Iterator[Server]:
     """A server of `model` with nano's drafter and `more` lines of YAML; files go to `folder`."""
-    cpu.set_environment()
+    ddtree_testbed.set_environment()
     config, log = folder / "serve.yaml", folder / "server.log"
     config.write_text(
         f"model: {model}\n"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import ddtree_testbed
 from tests.config.building import build, other_target, refusal
-from vllm_ddtree.testing import cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
-    cpu.prepare()
+    ddtree_testbed.prepare()
     from vllm_ddtree import plugin
 
     plugin.register()

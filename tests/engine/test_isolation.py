@@ -64,8 +64,8 @@ def in_new_process(code: str, given: str = "", **environment: str) -> Any:
 
 OTHERS = """
 import json, sys
-from vllm_ddtree.testing import cpu
-cpu.set_environment()
+import ddtree_testbed
+ddtree_testbed.set_environment()
 from tests.conftest import NANO
 from tests.engine.test_isolation import other_methods
 result = other_methods(NANO)
@@ -89,7 +89,7 @@ def without() -> dict[str, Any]:
 
 def test_an_unused_plugin_changes_nothing(without: dict[str, Any]) -> None:
     unused = in_new_process(
-        "from vllm_ddtree.testing import cpu\ncpu.set_environment()\n"
+        "import ddtree_testbed\nddtree_testbed.set_environment()\n"
         "from vllm_ddtree.plugin import register\nregister()\nregister()\n" + OTHERS,
         VLLM_PLUGINS="",
     )
@@ -145,8 +145,8 @@ def test_engines_one_after_another(without: dict[str, Any]) -> None:
 
 UNPICKLE = """
 import json, pickle, sys
-from vllm_ddtree.testing import cpu
-cpu.set_environment()
+import ddtree_testbed
+ddtree_testbed.set_environment()
 spec = pickle.loads(bytes.fromhex(sys.stdin.read()))
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu import model_runner

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ddtree.testing import cpu
+from tests.conftest import ON_CPU
 from vllm_ddtree.testing.engine import run_engine
 
 from . import Drafter, Target, Trace, greedy
@@ -22,11 +22,13 @@ PROMPTS = (
 MAX_TOKENS = (24, 64, 17)  # the second request ends at the length limit
 
 
-@pytest.mark.skipif(not cpu.available(), reason="needs vLLM's CPU engine (cpu/README.md)")
+@pytest.mark.skipif(not ON_CPU, reason="needs vLLM's CPU engine (cpu/README.md)")
 def test_vllm_counts_the_same_rounds(pair) -> None:
     from vllm import SamplingParams
 
-    cpu.prepare()
+    import ddtree_testbed
+
+    ddtree_testbed.prepare()
     target = Target.load(pair.target)
     drafter = Drafter.load(pair.drafter, target)
     num_masks = drafter.block_size - 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ddtree.testing import cpu
+from vllm_ddtree.testing import testbed
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _worker_environment(device: str) -> None:
+def _worker_environment() -> None:
     """On the CPU: the test bed's work-arounds, and ordinary memory for vLLM's pinned buffers."""
-    if device == "cpu":
-        cpu.prepare()
+    if bed := testbed():
+        bed.prepare()
         import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's CPU worker imports it for its effects

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ddtree.testing import cpu
+from vllm_ddtree.testing import testbed
 from vllm_ddtree.testing.engine import Result, run_engine
 
 PROMPTS = (
@@ -99,7 +99,7 @@ def engine_options(num_prompts: int, max_tokens: int) -> dict[str, Any]:
         "disable_log_stats": False,
         "use_tqdm_on_load": False,
     }
-    if cpu.available():
+    if testbed() is not None:
         # float32: the three runs then agree to the last token, near-ties included.
         options |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20}
     return options
@@ -131,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("VLLM_LOGGING_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         os.environ.setdefault(name, "ERROR")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if cpu.available():
+    if bed := testbed():
         print("Loading vLLM (CPU test bed) ...", flush=True)
-        cpu.prepare()
+        bed.prepare()
     modes = [
         Mode("plain decoding", None),
         Mode(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU test bed's work-arounds: right, and in this process only where asked for."""
+"""The CPU test bed's work-arounds for vLLM are right, and act only where they are asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
-from vllm_ddtree.testing import cpu
+import ddtree_testbed
 
 STATE = """
 from vllm.v1.sample.ops import topk_topp_sampler as s
@@ -27,7 +27,7 @@ def run_python(code: str) -> str:
 def test_context_keys_are_normalised_with_each_layers_own_weight() -> None:
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
-    cpu.prepare()
+    ddtree_testbed.prepare()
 
     class Drafter:
         _k_norm_weights = torch.randn(3, 64)
@@ -47,11 +47,11 @@ def test_the_plugin_alone_patches_nothing_of_the_test_bed() -> None:
 
 def test_vllm_applies_the_work_arounds_in_its_processes() -> None:
     load = "from vllm.plugins import load_general_plugins; load_general_plugins()"
-    assert run_python(f"{load}\n{STATE}") == "True vllm_ddtree.testing.cpu"
+    assert run_python(f"{load}\n{STATE}") == "True ddtree_testbed.engine"
 
 
 def test_switched_off_the_test_bed_plugin_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_DDTREE_CPU_TESTBED", "0")
-    (point,) = entry_points(group="vllm.general_plugins", name="ddtree_cpu_testbed")
+    (point,) = entry_points(group="vllm.general_plugins", name="ddtree_testbed")
     code = f"from {point.module} import {point.attr}; {point.attr}()"
     assert run_python(f"{code}\n{STATE}").startswith("False")
