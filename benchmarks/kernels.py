@@ -47,7 +47,10 @@ from vllm_ddtree.attention.kernels.tail import tail_attention
 from vllm_ddtree.commit.kv import KVCompactor
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
 from vllm_ddtree.proposer.context import ContextRows
+from vllm_ddtree.round.emitted import Emitted
+from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.round.meter import Meter
+from vllm_ddtree.round.paths import Paths
 from vllm_ddtree.round.rows import RowBuffers, prepare_rows
 from vllm_ddtree.round.trees import TreeBuffers
 from vllm_ddtree.sampler.walk import walk
@@ -109,11 +112,12 @@ def make_cases(
     scratch = Candidates(batch * depth, s.vocab, top_k, device)
     trees = TreeBuffers(batch, budget, device)
     rows = RowBuffers(total, batch, budget, torch.device(device))
-    slots = torch.arange(batch, device=device)
+    indices = torch.arange(batch, device=device)
     drafts = torch.zeros(batch, budget, dtype=torch.int64, device=device)
 
     # Verify batch: every request a full tree after `context` tokens.
     starts = ints([i * num_rows for i in range(batch + 1)])
+    layout = Layout(indices, starts, starts)
     seq_lens = ints([s.context + num_rows] * batch)
     offsets = torch.arange(num_rows, device=device)
     linear = (s.context + offsets).repeat(batch)
@@ -137,39 +141,34 @@ def make_cases(
     # Commit: the longest path of a tree, or the first rows.
     choices = torch.zeros(total, dtype=torch.int64, device=device)
     verified = torch.full((total,), -1, dtype=torch.int64, device=device)
-    sampled = torch.empty(batch, depth + 1, dtype=torch.int64, device=device)
-    facts = torch.empty_like(sampled)
-    num_sampled = torch.empty(batch, dtype=torch.int32, device=device)
-    path_rows = torch.zeros(batch, depth + 1, dtype=torch.int32, device=device)
-    path_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+    emitted = Emitted.empty(batch, depth, device)
+    paths = Paths.empty(batch, depth, total, device)
     length = min(8, depth)  # of 7 accepted tokens: usual at budget 31 and more
     spread = torch.arange(length) * max(1, budget // max(1, length - 1))
-    moved = ints(spread.clamp(max=budget)).repeat(batch, 1)
-    kept = ints(torch.arange(length)).repeat(batch, 1)
     lengths = ints([length] * batch)
+    moved = Paths(ints(spread.clamp(max=budget)).repeat(batch, 1), lengths, paths.gather_index)
+    kept = Paths(ints(torch.arange(length)).repeat(batch, 1), lengths, paths.gather_index)
     tails = ints([num_rows] * batch)
     compactor = KVCompactor([cache.permute(0, 2, 1, 3) for cache in caches])
-    runtime: Any = SimpleNamespace(rows=rows)
     num_rejected = tails - length
     states = [torch.randn(total, s.hidden, device=device, dtype=dtype) for _ in range(s.states)]
 
     meter = Meter(budget, torch.device(device))
-    no_chain = torch.zeros(batch, dtype=torch.int32, device=device)
     context = ContextRows(batch, depth + 1, torch.device(device))
     target_logits = torch.randn(total, s.vocab, device=device, dtype=dtype)
-    row_slots = slots.repeat_interleave(num_rows)
+    row_indices = indices.repeat_interleave(num_rows)
     temperature = torch.ones(batch, device=device)
     seeds = torch.arange(batch, device=device)
     step: Any = SimpleNamespace(num_reqs=batch, query_start_loc=starts, positions=linear)
     merged_lse = torch.zeros(s.heads, total, device=device)
 
     def build() -> None:
-        build_trees(log_probs, ids, slots, trees, drafts, depth, meter.probabilities)
+        build_trees(log_probs, ids, indices, trees, drafts, depth, meter.built)
 
     def sample() -> None:
         gumbel_sample(
             target_logits,
-            row_slots,
+            row_indices,
             temperature,
             seeds,
             rows.positions[:total],
@@ -181,21 +180,21 @@ def make_cases(
         for _ in range(s.layers):
             merge_attn_states(out, query, merged_lse, query, merged_lse)
 
-    def fill_rows() -> None:
-        n = batch
+    def prepare() -> None:
         prepare_rows(
             trees,
             rows,
-            slots,
-            starts,
-            starts,
+            paths,
+            layout,
             seq_lens,
             linear,
-            n,
-            n,
-            total,
+            num_reqs_padded=batch,
+            num_tokens_padded=total,
             max_query_len=num_rows,
         )
+
+    def fill_rows() -> None:
+        prepare()
         # What each row verifies: the walk compares it with the target's choices.
         verified.view(batch, num_rows)[:, 1:] = drafts
 
@@ -203,19 +202,11 @@ def make_cases(
         walk(
             choices,
             verified,
-            trees.parents,
-            slots,
-            starts,
-            starts,
-            sampled,
-            num_sampled,
-            path_rows,
-            path_lens,
-            rows.path,
-            no_chain,
-            trees.claims[:, 0],
-            meter.accepted(as_chains=False),
-            facts,
+            trees,
+            layout,
+            paths,
+            emitted,
+            meter.verified(trees, as_chains=False),
         )
 
     def tail() -> None:
@@ -262,21 +253,17 @@ def make_cases(
     for case in cases.values():
         case()
     # Not part of the rows' cost.
-    cases["rows"] = lambda: prepare_rows(
-        trees, rows, slots, starts, starts, seq_lens, linear, batch, batch, total, num_rows
-    )
+    cases["rows"] = prepare
     # At each row the target chooses a child's token, so that the walk goes to a leaf.
     parents = trees.parents.long().clamp(min=0)
     choices.view(batch, num_rows).scatter_(1, parents[:, 1:], drafts)
     cases |= {
         "walk": walk_down,
-        "context": lambda: context.gather(runtime, step, states, num_rejected),
+        "context": lambda: context.gather(paths, step, states, num_rejected),
         "sampling": sample,
         "merge": merge,
-        "compact": lambda: compactor.compact(slot_mapping, starts, tails, moved, lengths, batch),
-        "compact same": lambda: compactor.compact(
-            slot_mapping, starts, tails, kept, lengths, batch
-        ),
+        "compact": lambda: compactor.compact(slot_mapping, starts, tails, moved, batch),
+        "compact same": lambda: compactor.compact(slot_mapping, starts, tails, kept, batch),
         "tail": tail,
         "Triton prefix": triton_prefix,
     }

@@ -30,11 +30,12 @@ import torch
 from vllm.triton_utils import triton
 from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
 
-from vllm_ddtree.attention import latent_forward as latent
+from vllm_ddtree.attention.forward import triton_prefix
+from vllm_ddtree.attention.forward.triton_prefix import triton_latent_prefix_pass
 from vllm_ddtree.attention.kernels import latent_tail
 from vllm_ddtree.attention.kernels.latent_prefix import tile_rows
-from vllm_ddtree.attention.latent_forward import Tail, triton_prefix_pass
-from vllm_ddtree.attention.prefix_pass import num_sms
+from vllm_ddtree.attention.kernels.launch import num_sms
+from vllm_ddtree.attention.metadata.latent import Tail
 
 RANK, ROPE, KV_BLOCK = 512, 64, 64
 TILES = (16, 32, 64)
@@ -103,9 +104,9 @@ class Case:
 
     def triton_prefix(self, tile: int) -> Callable[[], object]:
         def call() -> None:
-            with mock.patch.object(latent, "tile_rows", lambda *_: tile):
+            with mock.patch.object(triton_prefix, "tile_rows", lambda *_: tile):
                 for cache in self.caches:
-                    triton_prefix_pass(*self.parts, cache, self.table, self.tail, SCALE)
+                    triton_latent_prefix_pass(*self.parts, cache, self.table, self.tail, SCALE)
 
         return call
 

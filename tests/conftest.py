@@ -2,8 +2,8 @@
 """Environment, models and device of all tests.
 
 With the CPU test bed (cpu/README.md) the tests run on the CPU, Triton kernels in the interpreter,
-and tests/gpu is not collected. Without it they run on a CUDA device, and tests/engine and
-tests/cpu, made for the CPU engine, are not collected.
+and tests/gpu is not collected. Without it they run on a CUDA device, and tests/config, tests/cpu
+and tests/engine, made for the CPU engine, are not collected.
 
 Fixtures: `nano_pair`; `small_pair`; `pair`, each pair in turn; `device`.
 """
@@ -22,7 +22,7 @@ BED = testbed()
 ON_CPU = BED is not None
 if BED is not None:
     BED.set_environment()  # before anything imports torch, triton or vllm
-collect_ignore = ["gpu"] if ON_CPU else ["engine", "cpu"]
+collect_ignore = ["gpu"] if ON_CPU else ["config", "cpu", "engine"]
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 

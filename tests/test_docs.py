@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ddtree.config.speculative import DFLASH_KEYS, OWN_KEYS
+from vllm_ddtree.config.keys import DFLASH_KEYS, OWN_KEYS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))]

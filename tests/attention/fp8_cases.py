@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_ddtree.attention.scales import Scales
+from vllm_ddtree.attention.kernels.scales import Scales
 
 from .tree_cases import Batch, in_dtype
 

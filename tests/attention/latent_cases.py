@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 
-from vllm_ddtree.attention.install import tree_impl
-from vllm_ddtree.attention.prefix_pass import num_sms
-from vllm_ddtree.round.runtime import Step
+from vllm_ddtree.attention.kernels.launch import num_sms
+from vllm_ddtree.attention.registry import BACKENDS
+from vllm_ddtree.round.step import Step
 
 from .tree_cases import Batch, Request
 
@@ -56,7 +56,7 @@ def make_builder(
     """
     runtime = SimpleNamespace(num_rows=num_rows)
     layer = SimpleNamespace(impl=SimpleNamespace(tree_runtime=runtime))
-    impl: Any = tree_impl(backend)[0]
+    impl: Any = BACKENDS[backend].load()
     kind: Any = impl.tree_builder(builder_base(backend))
     builder = kind.__new__(kind)
     context = SimpleNamespace(static_forward_context={"layer": layer})
@@ -135,7 +135,7 @@ def build(builder: Any, batch: Batch, step: Step, max_seq_len: int | None = None
 
 def make_impl(backend: str, rank: int, rope: int, scale: float) -> Any:
     """A tree-aware implementation as after its __init__."""
-    kind: Any = tree_impl(backend)[0]
+    kind: Any = BACKENDS[backend].load()
     impl = kind.__new__(kind)
     vars(impl).update(
         kv_lora_rank=rank,

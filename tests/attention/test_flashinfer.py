@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm_ddtree.attention.kernels.segments import SegmentTable
-from vllm_ddtree.attention.variant import Variant
-from vllm_ddtree.round.runtime import Step
+from vllm_ddtree.attention.layer import Variant
+from vllm_ddtree.round.step import Step
 
 from . import flashinfer_fakes
 from .tree_cases import Batch, Request, chunk, make_batch, reference_output, tree

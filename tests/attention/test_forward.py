@@ -14,10 +14,10 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from tests.attention.tree_cases import Batch, Request, chunk, make_batch, tree
 from vllm_ddtree.attention.backends.flash_attn import TreeFlashAttentionImpl
 from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
-from vllm_ddtree.attention.forward import tree_forward
+from vllm_ddtree.attention.forward.plain import tree_forward
 from vllm_ddtree.attention.kernels.reference import tree_attention_reference
-from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.layer import Variant
+from vllm_ddtree.attention.metadata.plain import TreeMetadata
 
 PLAIN = Variant()
 
@@ -65,7 +65,7 @@ class CausalBackend:
 
 class TreeBackend(CausalBackend):
     forward: Any = tree_forward
-    tree_prefix: Any = TreeTritonAttentionImpl.tree_prefix
+    prefix_pass: Any = TreeTritonAttentionImpl.prefix_pass
 
 
 def run(

@@ -15,17 +15,16 @@ from vllm.v1.attention.backends import fa_utils
 from vllm_ddtree.attention.backends.flash_attn import TreeFlashAttentionImpl
 from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
 from vllm_ddtree.attention.backends.triton_mla import TreeTritonMLAImpl
-from vllm_ddtree.attention.kernels.latent_prefix import check_dtypes as check_latent_dtypes
 from vllm_ddtree.attention.kernels.prefix import prefix_attention
 from vllm_ddtree.attention.kernels.reference import (
     gather_cache,
     latent_attention_reference,
     masked_attention,
 )
+from vllm_ddtree.attention.kernels.scales import Scales, check_latent_dtypes
 from vllm_ddtree.attention.kernels.tail import tail_attention
-from vllm_ddtree.attention.latent_forward import Tail
-from vllm_ddtree.attention.scales import Scales, scales_of
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.layer import Variant, scales_of
+from vllm_ddtree.attention.metadata.latent import Tail
 
 from .fp8_cases import FP8, PER_HEAD, PER_TENSOR, layer_of, quantise, round_to_fp8
 from .tree_cases import (
@@ -321,9 +320,9 @@ def latent_tails(batch: Batch) -> list[Tail]:
 @pytest.mark.parametrize("num_sms", [1, 80])
 def test_latent_caches(dtype: torch.dtype, num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys in one segment, and in several."""
-    from vllm_ddtree.attention import latent_forward as latent
+    from vllm_ddtree.attention.forward import triton_prefix
 
-    monkeypatch.setattr(latent, "num_sms", lambda _: num_sms)
+    monkeypatch.setattr(triton_prefix, "num_sms", lambda _: num_sms)
     batch = make_batch(MIXED, num_heads=4, num_kv_heads=1, head_size=80, dtype=dtype)
     out, expected = latent_outputs(batch, 64, latent_tails(batch))
     torch.testing.assert_close(out.double(), expected, **ROUNDING[dtype])

@@ -15,8 +15,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
-from vllm_ddtree.attention.install import check_layer, install_tree_attention
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.install import install_tree_attention
+from vllm_ddtree.attention.layer import Variant
+from vllm_ddtree.config.loaded_target import check_layer
 
 from . import flashinfer_fakes, latent_fakes
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ddtree.attention import latent_forward as latent
+from vllm_ddtree.attention.forward import triton_prefix
+from vllm_ddtree.attention.forward.latent import latent_attention
+from vllm_ddtree.attention.forward.triton_prefix import triton_latent_prefix_pass
 from vllm_ddtree.attention.kernels import latent_prefix as latent_prefix_module
 from vllm_ddtree.attention.kernels import latent_tail as latent_tail_module
 from vllm_ddtree.attention.kernels.latent_prefix import (
@@ -21,7 +23,7 @@ from vllm_ddtree.attention.kernels.reference import (
     latent_attention_reference,
     tree_attention_reference,
 )
-from vllm_ddtree.attention.latent_forward import Tail, latent_attention, triton_prefix_pass
+from vllm_ddtree.attention.metadata.latent import Tail
 
 from .tree_cases import Batch, Request, chunk, make_batch, tree
 
@@ -220,7 +222,7 @@ def test_tiles_of_the_tail(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
 
 def test_many_segments_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose multiprocessors a small batch leaves idle."""
-    monkeypatch.setattr(latent, "num_sms", lambda device: 12)
+    monkeypatch.setattr(triton_prefix, "num_sms", lambda device: 12)
     batch = latent_batch([tree(150, 9), tree(70, 4)])
     tails = [tree_tail(batch, 9)]
     assert latent_segments(2, 36, 16, 12) == 2
@@ -230,14 +232,16 @@ def test_many_segments_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("segments", [1, 2])
 def test_the_prefix_is_not_rounded(monkeypatch: pytest.MonkeyPatch, segments: int) -> None:
     """It is merged with the tail first, in however many segments it comes."""
-    monkeypatch.setattr(latent, "latent_segments", lambda *_: segments)
+    monkeypatch.setattr(triton_prefix, "latent_segments", lambda *_: segments)
     batch = latent_batch([tree(70, 9)])
     query, cache = batch.query.half(), batch.k_cache[:, :, 0].half()
 
     def prefix(dtype: torch.dtype) -> torch.Tensor:
         latents, rope = query.to(dtype).split([64, 16], dim=-1)
-        tail, table = tree_tail(batch, 9), batch.block_table
-        return triton_prefix_pass(latents, rope, cache.to(dtype), table, tail, batch.scale)[0]
+        out, _ = triton_latent_prefix_pass(
+            latents, rope, cache.to(dtype), batch.block_table, tree_tail(batch, 9), batch.scale
+        )
+        return out
 
     half = prefix(torch.float16)
     assert half.shape == (segments, 9, 4, 64) and half.dtype == torch.float32
@@ -255,7 +259,7 @@ def test_tiles_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 576: bfloat16 on an H200, on an A100 and on a GPU with 99 KiB; float32."""
     cache = torch.empty(1, 16, 576, dtype=torch.bfloat16)
     for available, tall, stages in ((232448, 64, 2), (166912, 16, 2), (101376, 16, 1)):
-        monkeypatch.setattr(latent_prefix_module, "_shared_memory", lambda _, n=available: n)
+        monkeypatch.setattr(latent_prefix_module, "shared_memory", lambda _, n=available: n)
         assert tile_rows(128, 1152, cache.device) == tall
         assert tile_rows(32, 1152, cache.device) == 16
         assert num_stages(tall, cache) == stages

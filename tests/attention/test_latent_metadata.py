@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.mla import triton_mla
 
 from vllm_ddtree.attention.backends.triton_mla import TreeTritonMLAImpl
 from vllm_ddtree.attention.kernels.reference import tree_attention_reference
-from vllm_ddtree.attention.registry import SUPPORTED_MLA_BACKENDS
+from vllm_ddtree.attention.registry import supported
 
 from . import latent_fakes
 from .latent_cases import build, builder_base, make_builder, make_impl, step_of
@@ -67,7 +67,7 @@ def assert_attends(backend: str, batch: Batch, metadata: Any) -> None:
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", SUPPORTED_MLA_BACKENDS)
+@pytest.mark.parametrize("backend", supported(latent=True))
 @pytest.mark.parametrize(
     ("requests", "decodes"),
     [
@@ -143,7 +143,7 @@ def test_single_rows_keep_vllms_kernel() -> None:
     assert (metadata.num_decodes, metadata.tails) == (2, None)
 
 
-@pytest.mark.parametrize("backend", SUPPORTED_MLA_BACKENDS)
+@pytest.mark.parametrize("backend", supported(latent=True))
 def test_padding_of_a_graph(backend: str) -> None:
     """Padded requests and rows count as decodes and get zeros."""
     requests = [tree(20, 9), tree(33, 9)]
@@ -211,7 +211,7 @@ def test_flashmla_with_padded_rows_but_no_requests_for_them(last: int, length: i
     assert_attends("FLASHMLA", batch, metadata)
 
 
-@pytest.mark.parametrize("backend", SUPPORTED_MLA_BACKENDS)
+@pytest.mark.parametrize("backend", supported(latent=True))
 def test_what_vllms_builder_starts_with(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """TRITON_MLA's reserves its decode kernel's scratch for the threshold that stands while it
     starts; the others keep their split for steps without trees.

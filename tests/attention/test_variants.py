@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ddtree.attention.forward.triton_prefix import window_segments
 from vllm_ddtree.attention.kernels import tail
 from vllm_ddtree.attention.kernels.prefix import prefix_attention
 from vllm_ddtree.attention.kernels.reference import (
@@ -15,8 +16,7 @@ from vllm_ddtree.attention.kernels.reference import (
     request_mask,
 )
 from vllm_ddtree.attention.kernels.tail import tail_attention
-from vllm_ddtree.attention.prefix_pass import window_segments
-from vllm_ddtree.attention.variant import variant_of
+from vllm_ddtree.attention.layer import variant_of
 
 from .tree_cases import Batch, Request, chunk, make_batch, reference_output, tree
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from vllm_ddtree.attention.kernels.reference import tree_attention_reference
-from vllm_ddtree.attention.metadata import TreeMetadata
+from vllm_ddtree.attention.metadata.plain import TreeMetadata
 
 
 def random_tree(rng: np.random.Generator, num_rows: int, max_depth: int) -> np.ndarray:

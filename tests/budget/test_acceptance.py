@@ -6,28 +6,28 @@ import random
 import pytest
 
 from vllm_ddtree.budget.acceptance import PRIOR_ROUNDS, Acceptance, prior
-from vllm_ddtree.round.meter import ONE, Counts
+from vllm_ddtree.round.meter import ONE, Reading
 
 
 class Rounds:
     """A meter's counts under a drafter whose row i is claimed with `claim`, right with `truth`.
 
-    The chain's row i is claimed and right with `spine` times that.
+    The chain's row i is claimed and right with `chain_share` times that.
     """
 
     def __init__(
-        self, size: int, claim: list[float], truth: list[float], spine: float = 0.5
+        self, size: int, claim: list[float], truth: list[float], chain_share: float = 0.5
     ) -> None:
-        self.size, self.claim, self.truth, self.spine = size, claim, truth, spine
-        self.counts: Counts = [[0] * size for _ in range(6)]
+        self.size, self.claim, self.truth, self.chain_share = size, claim, truth, chain_share
+        self.counts: Reading = [[0] * size for _ in range(6)]
         self.random = random.Random(0)
 
-    def verify(self, budget: int, rounds: int, chain: bool = False, every: int = 1) -> Counts:
+    def verify(self, budget: int, rounds: int, chain: bool = False, every: int = 1) -> Reading:
         """Rounds of a budget; of the drafts one in `every` is of the widest width."""
-        verified, share = (3, self.spine) if chain else (0, 1.0)
+        verified, share = (3, self.chain_share) if chain else (0, 1.0)
         for i in range(rounds):
             for row in range(self.size):
-                claims = int(self.claim[row] * ONE), int(self.claim[row] * self.spine * ONE)
+                claims = int(self.claim[row] * ONE), int(self.claim[row] * self.chain_share * ONE)
                 if row == 0:
                     claims = ONE, ONE
                 if i % every == 0:
@@ -77,7 +77,7 @@ def test_chains() -> None:
     assert 0.0 < fresh.expected(15, chain=True) < fresh.expected(15)
     claim = [1.0] + [0.6] * 63
     truth = [1.0] + [0.3] * 63
-    rounds = Rounds(64, claim, truth, spine=0.5)
+    rounds = Rounds(64, claim, truth, chain_share=0.5)
     acceptance = Acceptance()
     acceptance.update(rounds.verify(63, 3000))
     # Never verified: the chain's claims, as wrong as the trees' were.
@@ -89,7 +89,7 @@ def test_chains() -> None:
     assert acceptance.expected(7) == pytest.approx(7 * 0.3, rel=0.08)
     # They are all right, and more: not better than trees of as many nodes.
     rounds.truth = [1.0] * 64
-    rounds.spine = 1.0
+    rounds.chain_share = 1.0
     acceptance.update(rounds.verify(7, 20_000, chain=True))
     assert acceptance.expected(7, chain=True) <= acceptance.expected(7)
 
@@ -97,7 +97,7 @@ def test_chains() -> None:
 def test_hard_places_verified_as_chains_do_not_count_against_them() -> None:
     """Chains run where requests come and go; what they claimed there is what they are held to."""
     acceptance = Acceptance()
-    easy = Rounds(64, [1.0] + [0.6] * 63, [1.0] + [0.6] * 63, spine=1.0)
+    easy = Rounds(64, [1.0] + [0.6] * 63, [1.0] + [0.6] * 63, chain_share=1.0)
     acceptance.update(easy.verify(63, 3000))
     before = acceptance.expected(7, chain=True)
     easy.claim = easy.truth = [1.0] + [0.1] * 63

@@ -14,15 +14,16 @@ from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.auto import (
     READ_AFTER,
     READ_EVERY,
-    TIERS,
     AutoBudget,
     Choice,
     Watch,
     attach,
 )
 from vllm_ddtree.budget.cost import Costs, measurable
-from vllm_ddtree.graphs.chains import asks_for_chains
+from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.integration import observe_steps
+from vllm_ddtree.patches import scheduler as patches
+from vllm_ddtree.round.marks import asks_for_chains
 from vllm_ddtree.round.meter import read_meter
 
 
@@ -139,14 +140,14 @@ def test_a_chain_where_it_is_faster() -> None:
     auto = AutoBudget(costs, max_num_seqs=8, max_depth=15)
     # A sure drafter: a wide tree accepts no more than a chain of its best tokens.
     sure = [1.0] * 16 + [0.0] * 48
-    rounds = Rounds(64, sure, sure, spine=1.0)
+    rounds = Rounds(64, sure, sure, chain_share=1.0)
     auto.acceptance.update(rounds.verify(63, 3000))
     auto.refresh()
     assert auto.choice(1) == (15, True) and auto[1] == 15
     assert auto.ranges()[0] == (1, 8, "chain of 15")
     # A drafter whose best token is right half the time: trees, however cheap the chain.
     unsure = [1.0] + [0.5] * 31 + [0.0] * 32
-    rounds = Rounds(64, unsure, unsure, spine=0.2)
+    rounds = Rounds(64, unsure, unsure, chain_share=0.2)
     auto.acceptance = Acceptance(15)
     auto.acceptance.update(rounds.verify(63, 3000))
     auto.refresh()
@@ -314,15 +315,18 @@ def test_a_measured_round_drafts_as_a_served_one(
 
 def test_attach_passes_outputs_on() -> None:
     seen = []
+    step = output({"a": 64}, 63)
 
-    def update(*given: object) -> str:
+    def update(_: object, *given: object) -> str:
         seen.append(given)
         return "outputs"
 
-    step = output({"a": 64}, 63)
-    scheduler = SimpleNamespace(
-        schedule=lambda: step, update_from_output=update, dynamic_sd_lookup=[0, 1]
-    )
+    class Scheduler:
+        dynamic_sd_lookup: Any = (0, 1)
+        schedule = patches.schedule(lambda self: step)
+        update_from_output = patches.update_from_output(update)
+
+    scheduler = Scheduler()
     core = SimpleNamespace(
         scheduler=scheduler,
         model_executor=Executor([]),
@@ -335,7 +339,7 @@ def test_attach_passes_outputs_on() -> None:
     assert observer is not None
     observe_steps(scheduler, [observer])
     assert isinstance(scheduler.dynamic_sd_lookup, AutoBudget)
-    assert scheduler.schedule() is step
+    assert scheduler.schedule() is step and hasattr(step, "ddtree_chains")
     assert scheduler.update_from_output(step, "model output") == "outputs"
     assert seen == [(step, "model output")]
 

@@ -6,22 +6,23 @@ import pytest
 import torch
 
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors, with_heads
+from vllm_ddtree.round.paths import Paths
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HEADS = 4, 60, 2
 
 LAYOUTS = ["heads first", "slots first", "gaps"]
 
 
-def make_cache(layout: str, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A cache [NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, width] of random bits."""
+def make_cache(layout: str, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A cache [NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, columns] of random bits."""
     shape = (NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS)
     if layout == "heads first":
         shape = (NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE)
     padding = 8 if layout == "gaps" else 0
     size = torch.empty(0, dtype=dtype).element_size()
     torch.manual_seed(seed)
-    bits = torch.randint(0, 256, (*shape, (width + padding) * size), dtype=torch.uint8)
-    cache = bits.view(dtype)[..., :width]
+    bits = torch.randint(0, 256, (*shape, (columns + padding) * size), dtype=torch.uint8)
+    cache = bits.view(dtype)[..., :columns]
     return cache if layout == "heads first" else cache.transpose(1, 2)
 
 
@@ -49,18 +50,18 @@ class Commit:
         self.starts = torch.tensor(np.cumsum([0, *lens]), dtype=torch.int32)
         self.tail_lens = torch.tensor([n for _, n, _ in requests], dtype=torch.int32)
         # What lies behind a path is whatever an earlier round left there.
-        self.path_rows = torch.full((len(requests), max_path), 1, dtype=torch.int32)
-        self.path_lens = torch.tensor([len(path) for _, _, path in requests], dtype=torch.int32)
+        self.paths = Paths.empty(len(requests), max_path - 1, 0, torch.get_default_device())
+        self.paths.rows.fill_(1)
         for req, (_, _, path) in enumerate(requests):
-            self.path_rows[req, : len(path)] = torch.tensor(path)
+            self.paths.rows[req, : len(path)] = torch.tensor(path)
+            self.paths.lens[req] = len(path)
 
     def run(self, compactor: KVCompactor) -> None:
         compactor.compact(
             self.slot_mapping,
             self.starts,
             self.tail_lens,
-            self.path_rows,
-            self.path_lens,
+            self.paths,
             len(self.tail_lens),
         )
 
@@ -72,7 +73,7 @@ class Commit:
             if tail_len == 0:
                 continue
             root = int(self.starts[req + 1]) - tail_len
-            for j, row in enumerate(self.path_rows[req, : self.path_lens[req]].tolist()):
+            for j, row in enumerate(self.paths.rows[req, : self.paths.lens[req]].tolist()):
                 source, target = self.slot_mapping[[root + row, root + j]].tolist()
                 if source >= 0 and target >= 0:
                     new[target // BLOCK_SIZE, :, target % BLOCK_SIZE] = old[
@@ -211,15 +212,15 @@ def test_groups_have_their_own_slots_and_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "offset", "word"), [(24, 0, 8), (24, 4, 4), (10, 0, 2), (9, 0, 1), (24, 1, 1)]
+    ("columns", "offset", "word"), [(24, 0, 8), (24, 4, 4), (10, 0, 2), (9, 0, 1), (24, 1, 1)]
 )
-def test_odd_widths_and_addresses(width: int, offset: int, word: int) -> None:
+def test_odd_sizes_and_addresses(columns: int, offset: int, word: int) -> None:
     """Words never straddle a row nor lie across an alignment."""
-    storage = torch.zeros(NUM_BLOCKS * NUM_HEADS * BLOCK_SIZE * width + 16, dtype=torch.uint8)
+    storage = torch.zeros(NUM_BLOCKS * NUM_HEADS * BLOCK_SIZE * columns + 16, dtype=torch.uint8)
     offset += -storage.data_ptr() % 8
-    strides = (NUM_HEADS * BLOCK_SIZE * width, BLOCK_SIZE * width, width, 1)
-    cache = storage.as_strided((NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, width), strides, offset)
-    cache.copy_(make_cache("heads first", width, torch.uint8, 0))
+    strides = (NUM_HEADS * BLOCK_SIZE * columns, BLOCK_SIZE * columns, columns, 1)
+    cache = storage.as_strided((NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, columns), strides, offset)
+    cache.copy_(make_cache("heads first", columns, torch.uint8, 0))
     commit = Commit([(0, 9, [0, 2, 4, 6])])
     expected = commit.expected(cache)
     compactor = KVCompactor([cache])
@@ -238,13 +239,17 @@ def test_offsets_beyond_32_bits() -> None:
     cache = storage.as_strided((5, 1, 4, 9), (stride, 36, 9, 1))
     cache[4] = torch.arange(36, dtype=torch.uint8).view(1, 4, 9)
     content = cache[4].clone()
+    paths = Paths(
+        torch.tensor([[0, 2, 3]], dtype=torch.int32),
+        torch.tensor([3], dtype=torch.int32),
+        torch.arange(4),
+    )
     compactor = KVCompactor([cache])
     compactor.compact(
         torch.tensor([16, 17, 18, 19]),
         torch.tensor([0, 4], dtype=torch.int32),
         torch.tensor([4], dtype=torch.int32),
-        torch.tensor([[0, 2, 3]], dtype=torch.int32),
-        torch.tensor([3], dtype=torch.int32),
+        paths,
         1,
     )
     content[0, 1:3] = content[0, 2:4].clone()

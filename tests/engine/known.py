@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Plan = Callable[[int], "int | None"]
 
 
-def spine(_: int) -> int:
+def on_chain(_: int) -> int:
     """Every token first: a round accepts the whole depth, in the rows' own order."""
     return 0
 
@@ -59,20 +59,20 @@ class Known:
         self,
         log_probs: torch.Tensor,  # [num_reqs, depth, top_k]
         token_ids: torch.Tensor,  # [num_reqs, depth, top_k]
-        slots: torch.Tensor,  # [num_reqs]
+        indices: torch.Tensor,  # [num_reqs]
         *args: Any,
     ) -> None:
         vocab = self.states.vocab_size
-        for i, slot in enumerate(slots.tolist()):
-            if slot >= 0:
-                length = int(self.states.total_len.gpu[slot])
-                tokens = self.states.all_token_ids.gpu[slot, :length].tolist()
+        for i, index in enumerate(indices.tolist()):
+            if index >= 0:
+                length = int(self.states.total_len.gpu[index])
+                tokens = self.states.all_token_ids.gpu[index, :length].tolist()
                 known = next((s for s in self.sequences if s[:length] == tokens), tokens)
                 for d in range(token_ids.shape[1]):
                     row, scores = self._candidates(known, length + d, token_ids.shape[2], vocab)
                     token_ids[i, d] = torch.tensor(row)
                     log_probs[i, d] = torch.tensor(scores)
-        self.build_trees(log_probs, token_ids, slots, *args)
+        self.build_trees(log_probs, token_ids, indices, *args)
 
     def _candidates(
         self, known: list[int], position: int, top_k: int, vocab: int

@@ -15,12 +15,12 @@ def record(worker: Any) -> None:
     rt = worker.model_runner.model_state.runtime
     worker.digests = digests = []
     publish, trees = rt.meter.publish, rt.trees
-    parts = (trees.tokens, trees.parents, trees.depths, trees.masks, trees.num_nodes, trees.spines)
+    parts = (trees.tokens, trees.parents, trees.depths, trees.masks, trees.num_nodes, trees.chains)
 
     def publish_and_record() -> None:
         publish()
         digest = hashlib.sha256()
-        for part in (*parts, rt.path_rows, rt.path_lens, rt.meter.counts):
+        for part in (*parts, rt.paths.rows, rt.paths.lens, rt.meter.totals):
             digest.update(part.cpu().numpy().tobytes())
         digests.append(digest.hexdigest())
 

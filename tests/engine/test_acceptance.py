@@ -28,6 +28,7 @@ from tests.engine.harness import (
 from tests.engine.known import model_runner
 from tests.oracle import Drafter, Round, Target, Trace, acceptance_length
 from vllm_ddtree.budget import auto, cost
+from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.proposer import speculator
 from vllm_ddtree.round.meter import ONE
 
@@ -38,7 +39,7 @@ REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
     (PROMPTS[0], 22, {}),
     (PROMPTS[3], 20, {"temperature": 0.8, "seed": 5}),
     (PROMPTS[5], 99, {}),
-    # Penalties depend on the tokens before a row: the spine alone is verified.
+    # Penalties depend on the tokens before a row: the chain alone is verified.
     (PROMPTS[2], 20, {"presence_penalty": 0.5}),
 ]
 CHAIN = [False, False, False, True]
@@ -148,7 +149,7 @@ def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyP
     accepts what the oracle accepts of such drafts. The meter counts the trees of the longest."""
     every = 5
     monkeypatch.setattr(speculator, "LONGEST_EVERY", every)
-    costs = cost.Costs({(budget + 1, 2): 10.0 for budget in auto.TIERS})
+    costs = cost.Costs({(budget + 1, 2): 10.0 for budget in TIERS})
     monkeypatch.setattr(cost, "measure", lambda worker: costs)
     order = itertools.cycle([3, 3, 1, 7, 3, 0, 15, 1, 3, 5, 3])
     monkeypatch.setattr(auto.AutoBudget, "__getitem__", lambda self, num_reqs: next(order))
@@ -164,11 +165,11 @@ def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyP
         **ENGINE,
     ) as llm:
         meter = model_runner(llm).model_state.runtime.meter
-        before = int(meter.counts[0, 0])
+        before = int(meter.totals[0, 0])
         result = generate(
             llm, [r[0] for _, r in requests], [greedy(r[1], **r[2]) for _, r in requests]
         )
-        trees = (int(meter.counts[0, 0]) - before) // ONE
+        trees = (int(meter.totals[0, 0]) - before) // ONE
     turn = 0
     for draft in drafts:
         turn += draft.nodes > 0

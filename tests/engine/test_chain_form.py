@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import Pair
 from tests.engine.harness import PROMPTS, dflash, greedy, keep_async, run_engine
 from vllm_ddtree.budget import auto, cost
+from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.proposer.speculator import DDTreeSpeculator
 
 CHAIN = 7
@@ -29,7 +30,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measured(worker: Any) -> cost.Costs:
         costs = measure(worker)
-        costs.rounds = {(budget + 1, 8): 1000.0 for budget in auto.TIERS}
+        costs.rounds = {(budget + 1, 8): 1000.0 for budget in TIERS}
         costs.chains = {(CHAIN + 1, 8): 10.0}
         return costs
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters as checkpoints have them: with a vocabulary of their own, with a sliding window."""
+"""Drafters as checkpoints have them: with a vocabulary of their own, with a sliding window, in the
+format of the speculators library.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.config.checkpoints import as_speculators
 from tests.conftest import NANO
 from tests.engine.harness import PROMPTS, Result, ddtree, greedy, run_engine
 
@@ -91,3 +94,31 @@ def test_a_narrow_window(plain: Result, usual: Result, tmp_path: Path) -> None:
     assert result.token_ids == plain.token_ids
     assert rounds(result) != rounds(usual)
     assert result.counters.num_accepted_tokens > usual.counters.num_accepted_tokens // 2
+
+
+def test_the_format_of_the_speculators_library(
+    plain: Result, usual: Result, tmp_path: Path
+) -> None:
+    """The same rounds as the plain format's."""
+    result = run(as_speculators(NANO.drafter, tmp_path / "drafter", NANO.target))
+    assert result.token_ids == plain.token_ids
+    assert rounds(result) == rounds(usual) and result.counters == usual.counters
+
+
+def test_speculators_with_a_smaller_vocabulary(
+    plain: Result, usual: Result, tmp_path: Path
+) -> None:
+    """As its checkpoints have it: a head and both maps, and the target's embeddings again."""
+    drafter = with_own_vocabulary(changed(tmp_path, {}))
+    weights = load_file(drafter / "model.safetensors")
+    embeddings = load_file(NANO.target / "model.safetensors")["model.embed_tokens.weight"]
+    kept = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    known = torch.zeros(len(embeddings), dtype=torch.bool)
+    known[kept] = True
+    save_file(
+        {**weights, "t2d": known, "embed_tokens.weight": embeddings.contiguous()},
+        drafter / "model.safetensors",
+    )
+    result = run(as_speculators(drafter, tmp_path / "speculators", NANO.target))
+    assert result.token_ids == plain.token_ids
+    assert rounds(result) == rounds(usual) and result.counters == usual.counters

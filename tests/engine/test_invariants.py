@@ -93,16 +93,16 @@ def test_a_right_engine(
     monkeypatch: pytest.MonkeyPatch,
     mixed_tree_tokens: int,
 ) -> None:
-    from vllm_ddtree import model_state
+    from vllm_ddtree.invariants import checks
 
     steps = []
-    check_step = model_state.check_step
+    check_step = checks.check_step
 
     def counted(runtime: Any, *args: Any) -> Any:
         steps.append(runtime.step.as_chains)
         return check_step(runtime, *args)
 
-    monkeypatch.setattr(model_state, "check_step", counted)
+    monkeypatch.setattr(checks, "check_step", counted)
     state = model_runner(engine).model_state
     monkeypatch.setattr(state, "_mixed_tree_tokens", mixed_tree_tokens)
     result = run(engine)
@@ -114,16 +114,16 @@ def test_a_right_engine(
 
 def test_metadata_are_the_targets_alone(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the drafter's layers nothing is prepared before the target runs."""
-    from vllm_ddtree.model_state import DDTreeStateMixin
+    from vllm_ddtree.model_state import DDTreeModelState
 
-    prepare_attn, seen = DDTreeStateMixin.prepare_attn, []
+    prepare_attn, seen = DDTreeModelState.prepare_attn, []
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = prepare_attn(self, *args, **kwargs)
         seen.append(set(metadata))
         return metadata
 
-    monkeypatch.setattr(DDTreeStateMixin, "prepare_attn", watched)
+    monkeypatch.setattr(DDTreeModelState, "prepare_attn", watched)
     run(engine)
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context
     assert len(seen) > 5 and any(layer.is_draft_layer for layer in layers.values())
@@ -143,9 +143,9 @@ class Bad:
 
 def sees_a_sibling(patch: pytest.MonkeyPatch) -> None:
     """The last row of the request's tree sees every row."""
-    from vllm_ddtree.model_state import DDTreeStateMixin
+    from vllm_ddtree.model_state import DDTreeModelState
 
-    prepare_inputs = DDTreeStateMixin.prepare_inputs
+    prepare_inputs = DDTreeModelState.prepare_inputs
 
     def corrupted(self: Any, batch: Any, *args: Any) -> Any:
         rows = self.runtime.rows
@@ -154,15 +154,15 @@ def sees_a_sibling(patch: pytest.MonkeyPatch) -> None:
                 rows.masks[int(batch.query_start_loc[i + 1]) - 1, 0] = -1
         return prepare_inputs(self, batch, *args)
 
-    patch.setattr(DDTreeStateMixin, "prepare_inputs", corrupted)
+    patch.setattr(DDTreeModelState, "prepare_inputs", corrupted)
 
 
 def writes_a_free_slot(patch: pytest.MonkeyPatch) -> None:
     """The commit also writes to the request's first token."""
     from vllm_ddtree.commit.kv import KVCompactor
-    from vllm_ddtree.model_state import DDTreeStateMixin
+    from vllm_ddtree.model_state import DDTreeModelState
 
-    compact, prepare_attn = KVCompactor.compact, DDTreeStateMixin.prepare_attn
+    compact, prepare_attn = KVCompactor.compact, DDTreeModelState.prepare_attn
     first: list[int] = []
 
     def note(self: Any, batch: Any, mode: Any, tables: Any, *args: Any, **more: Any) -> Any:
@@ -174,7 +174,7 @@ def writes_a_free_slot(patch: pytest.MonkeyPatch) -> None:
         for block in first:
             self.caches[0][block, 0, 0] += 9
 
-    patch.setattr(DDTreeStateMixin, "prepare_attn", note)
+    patch.setattr(DDTreeModelState, "prepare_attn", note)
     patch.setattr(KVCompactor, "compact", corrupted)
 
 

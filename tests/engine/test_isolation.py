@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -43,14 +45,15 @@ def other_methods(pair: Pair) -> dict[str, dict[str, Any]]:
     return {name: {"tokens": r.token_ids, "counts": counts(r)} for name, r in results.items()}
 
 
-def in_new_process(code: str, **environment: str) -> Any:
-    """The JSON that `code` prints last in a process of its own."""
+def in_new_process(code: str, given: str = "", **environment: str) -> Any:
+    """The JSON that `code`, which may read what is given, prints last in a process of its own."""
     root = Path(__file__).resolve().parents[2]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
         cwd=root,
+        input=given,
         capture_output=True,
         text=True,
         timeout=300,
@@ -96,7 +99,7 @@ def test_an_unused_plugin_changes_nothing(without: dict[str, Any]) -> None:
     # The model runner is hooked, and the rest of the plugin imported, by a DDTree configuration.
     assert not hooked["model_runner"]
     ours = {name.split(".")[1] for name in hooked["imported"]}
-    assert ours == {"integration", "patches", "plugin", "testing"}
+    assert ours == {"integration", "patches", "plugin", "presence", "testing"}
     for name in ("none", "dflash", "ngram"):
         assert unused[name] == without[name]
     assert without["none"]["counts"][0] == 0
@@ -140,55 +143,28 @@ def test_engines_one_after_another(without: dict[str, Any]) -> None:
     assert not runtime._runtimes  # each was handed over to its engine
 
 
-def test_hooks_delegate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is replaced calls vLLM's own function for every configuration that is not DDTree's."""
-    from vllm.config.vllm import VllmConfig
+UNPICKLE = """
+import json, pickle, sys
+import ddtree_testbed
+ddtree_testbed.set_environment()
+spec = pickle.loads(bytes.fromhex(sys.stdin.read()))
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu import model_runner
+hooked = [EngineCore.__init__, model_runner.init_speculator]
+print(json.dumps([repr(spec), *(hasattr(f, "_vllm_ddtree_original") for f in hooked)]))
+"""
+
+
+def test_a_configuration_brings_the_patches_along() -> None:
+    """To a process that has it before vLLM loads any plugin there, as an engine core does."""
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.metrics.loggers import StatLoggerManager
-    from vllm.v1.spec_decode.metrics import SpecDecodingProm
-    from vllm.v1.worker.gpu import model_runner, model_states, spec_decode
-    from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-    from vllm_ddtree import integration, plugin
-    from vllm_ddtree.metrics.rounds import with_facts
-    from vllm_ddtree.patches import hooks
+    from vllm_ddtree.plugin import register
 
-    plugin.register()
-    for _ in range(2):
-        hooks.install()
-        integration.hook_outputs(with_facts)
-    for owner, name in (
-        (EngineArgs, "create_speculative_config"),
-        (EngineArgs, "create_engine_config"),
-        (EngineArgs, "add_cli_args"),
-        (spec_decode, "init_speculator"),
-        (model_states, "init_model_state"),
-        (model_runner, "init_speculator"),
-        (model_runner, "init_model_state"),
-        (AsyncOutput, "get_output"),
-        (StatLoggerManager, "__init__"),
-        (StatLoggerManager, "record"),
-        (SpecDecodingProm, "__init__"),
-    ):
-        hook = getattr(owner, name)
-        original = hook._vllm_ddtree_original
-        assert not hasattr(original, "_vllm_ddtree_original"), name  # never wrapped twice
-        assert hook.__name__ == original.__name__ == name
-        assert original.__module__.startswith("vllm.")
-    lookahead = VllmConfig.num_lookahead_tokens.fget
-    assert not hasattr(lookahead._vllm_ddtree_original, "_vllm_ddtree_original")
-
-    class Other:
-        speculative_config = None
-
-    for factory, args in (
-        (model_runner.init_speculator, ("device", "states")),
-        (model_runner.init_model_state, ("model", "cache", "device")),
-    ):
-        seen: list[Any] = []
-        cell = next(
-            c for c in factory.__closure__ if c.cell_contents is factory._vllm_ddtree_original
-        )
-        monkeypatch.setattr(cell, "cell_contents", lambda *a, seen=seen: seen.append(a) or "own")
-        other = Other()
-        assert factory(other, *args) == "own" and seen == [(other, *args)]
+    register()
+    args = EngineArgs(model=str(NANO.target), speculative_config=ddtree(NANO, 12), dtype="float32")
+    spec = args.create_engine_config().speculative_config
+    sent = pickle.dumps(spec)
+    assert in_new_process(UNPICKLE, sent.hex(), VLLM_PLUGINS="") == [repr(spec), True, True]
+    # A copy in this process is a configuration like any other.
+    assert vars(pickle.loads(sent)).keys() == vars(copy.deepcopy(spec)).keys() == vars(spec).keys()

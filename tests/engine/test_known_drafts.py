@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import NANO
 from tests.engine.harness import PROMPTS, ddtree, generate, greedy, open_engine
-from tests.engine.known import Plan, known_drafts, model_runner, now_and_then, sibling, spine
+from tests.engine.known import Plan, known_drafts, model_runner, now_and_then, on_chain, sibling
 from vllm_ddtree.sampler.chain_requests import needs_chain
 
 if TYPE_CHECKING:
@@ -200,14 +200,14 @@ def engine(plain: Outcome) -> Iterator[LLM]:
             yield llm
 
 
-PLANS = [spine, sibling]
+PLANS = [on_chain, sibling]
 
 
 def batches(plain: Outcome, plan: Plan) -> list[dict[str, Request]]:
     """A chain has no siblings, and few right drafts then: three of those requests are enough."""
     few = ("frequency", "think", "grammar")
     trees, chains, *logprobs = plain.batches
-    return [trees, chains if plan is spine else {name: chains[name] for name in few}, *logprobs]
+    return [trees, chains if plan is on_chain else {name: chains[name] for name in few}, *logprobs]
 
 
 @pytest.fixture(scope="module")
@@ -338,10 +338,10 @@ def test_every_step_stands_on_the_committed_length(
 
     Requests with a prefix in common write nothing into blocks that another one reads.
     """
-    from vllm_ddtree.model_state import DDTreeStateMixin
+    from vllm_ddtree.model_state import DDTreeModelState
 
     states = model_runner(engine).req_states
-    prepare_attn = DDTreeStateMixin.prepare_attn
+    prepare_attn = DDTreeModelState.prepare_attn
     size = ENGINE["block_size"]
     trees = bounds = shared = 0
 
@@ -372,7 +372,7 @@ def test_every_step_stands_on_the_committed_length(
                 shared += bool(reads[i] & others)
         return result
 
-    monkeypatch.setattr(DDTreeStateMixin, "prepare_attn", checked)
+    monkeypatch.setattr(DDTreeModelState, "prepare_attn", checked)
     names = ("greedy", "sampled", "stop string kept", "min tokens", "stop token")
     batch = {name: plain.requests[name] for name in names}
     with known_drafts(engine, plain.sequences, now_and_then):

@@ -68,10 +68,11 @@ def test_prefill_chunks_beside_trees_and_a_queue(
     prefills and become chains in narrow ones.
     """
     from vllm_ddtree import model_state
+    from vllm_ddtree.round import plan
 
     formed = []
     as_chains = model_state.as_chains
-    monkeypatch.setattr(model_state, "MIXED_TREE_TOKENS", mixed_tree_tokens)
+    monkeypatch.setattr(plan, "MIXED_TREE_TOKENS", mixed_tree_tokens)
 
     def form(*args: Any) -> None:
         formed.append(args)

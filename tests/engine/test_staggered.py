@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Pair
 from tests.engine.harness import PROMPTS, greedy, keep_async, open_engine, watch_reaches
 from vllm_ddtree.budget import auto, cost
-from vllm_ddtree.round.meter import Counts
+from vllm_ddtree.round.meter import Reading
 
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 3}
 ENGINE: dict[str, Any] = {"block_size": 32, "max_num_seqs": 5, "max_num_batched_tokens": 96}
@@ -94,7 +94,7 @@ def test_auto_on_a_live_engine(
     if asynchronous:
         keep_async(monkeypatch)
     measure = cost.measure
-    updates: list[Counts] = []
+    updates: list[Reading] = []
 
     def measured(worker: Any) -> cost.Costs:
         costs = measure(worker)
@@ -111,7 +111,7 @@ def test_auto_on_a_live_engine(
 
     update = auto.Acceptance.update
 
-    def looked(self: auto.Acceptance, counts: Counts) -> None:
+    def looked(self: auto.Acceptance, counts: Reading) -> None:
         updates.append(counts)
         update(self, counts)
 

@@ -20,7 +20,8 @@ from tests.engine.harness import PROMPTS, Result, generate, greedy, open_engine,
 from tests.engine.ranks import check_heads, gathered, record, rounds, watch_gathers
 from vllm_ddtree.budget import auto
 from vllm_ddtree.budget.cost import Costs
-from vllm_ddtree.integration import observe_steps
+from vllm_ddtree.budget.tiers import TIERS
+from vllm_ddtree.integration import follow, observe_steps
 from vllm_ddtree.round.meter import read_meter
 
 if TYPE_CHECKING:
@@ -135,10 +136,11 @@ def test_the_scheduler_reads_the_meter(ranks: LLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(auto, "READ_AFTER", 2)
     core = ranks.llm_engine.engine_core.engine_core
     scheduler = core.scheduler
-    monkeypatch.setattr(scheduler, "update_from_output", scheduler.update_from_output)
+    for calls in ("scheduled", "observers"):
+        monkeypatch.setattr(follow(scheduler), calls, [*getattr(follow(scheduler), calls)])
     monkeypatch.setattr(scheduler, "dynamic_sd_lookup", scheduler.dynamic_sd_lookup)
     # Up to three nodes cost nothing, more cost much.
-    costs = Costs({(n + 1, 4): 5.0 if n <= 3 else 50.0 for n in auto.TIERS})
+    costs = Costs({(n + 1, 4): 5.0 if n <= 3 else 50.0 for n in TIERS})
     observer = auto.attach(core, costs)
     assert observer is not None
     observe_steps(scheduler, [observer])

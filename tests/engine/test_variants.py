@@ -178,15 +178,15 @@ def test_freed_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from vllm.platforms import current_platform
 
-    from vllm_ddtree import model_state
+    from vllm_ddtree.model_state import DDTreeModelState
+    from vllm_ddtree.round import plan
 
     # Trees beside prefills, not chains.
-    monkeypatch.setattr(model_state, "MIXED_TREE_TOKENS", 0)
+    monkeypatch.setattr(plan, "MIXED_TREE_TOKENS", 0)
     pair = mixed(tmp_path)
     expected = run_engine(pair.target, None, *batch(), **ENGINE)
     check = current_platform.check_and_update_config
-    state_class = model_state.DDTreeModelState
-    prepare_attn = state_class.prepare_attn
+    prepare_attn = DDTreeModelState.prepare_attn
     freed = 0
 
     def keep_async(_: Any, vllm_config: Any) -> None:
@@ -212,7 +212,7 @@ def test_freed_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             )
             return prepare_attn(self, *args, **kwargs)
 
-        monkeypatch.setattr(state_class, "prepare_attn", poison)
+        monkeypatch.setattr(DDTreeModelState, "prepare_attn", poison)
         result = generate(llm, *batch())
     assert freed > 0, "no block was ever freed"
     assert result.token_ids == expected.token_ids

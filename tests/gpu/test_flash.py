@@ -9,7 +9,7 @@ import torch
 from tests.attention.tree_cases import backend_metadata, make_batch, reference_output, tree
 from tests.gpu.forward import assert_forward
 from vllm_ddtree.attention.backends.flash_attn import TreeFlashAttentionImpl
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.layer import Variant
 
 REQUESTS = [tree(200, 32), tree(0, 20), tree(37, 32), tree(640, 5)]
 MAX_TAIL, DEPTH = 32, 15

@@ -10,7 +10,7 @@ import torch
 from tests.attention.tree_cases import backend_metadata, make_batch, reference_output, tree
 from tests.gpu.forward import assert_forward
 from vllm_ddtree.attention.kernels.reference import gather_cache
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.layer import Variant
 
 pytest.importorskip("flashinfer")
 

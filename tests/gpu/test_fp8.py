@@ -14,9 +14,9 @@ from vllm_ddtree.attention.backends.flash_attn import TreeFlashAttentionImpl
 from vllm_ddtree.attention.backends.triton_attn import TreeTritonAttentionImpl
 from vllm_ddtree.attention.backends.triton_mla import TreeTritonMLAImpl
 from vllm_ddtree.attention.kernels.reference import latent_attention_reference
-from vllm_ddtree.attention.latent_forward import Tail
-from vllm_ddtree.attention.scales import Scales
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.kernels.scales import Scales
+from vllm_ddtree.attention.layer import Variant
+from vllm_ddtree.attention.metadata.latent import Tail
 
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("fp8 (e4m3) needs compute capability 8.9", allow_module_level=True)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import Pair
 from tests.engine import models
-from tests.engine.known import known_drafts, model_runner, sibling, spine
+from tests.engine.known import known_drafts, model_runner, on_chain, sibling
 from vllm_ddtree.testing.engine import Result, generate, open_engine, run_engine
 
 VOCABULARY = 96
@@ -193,7 +193,7 @@ def test_texts_of_plain_decoding(
         assert config.attention_config.backend.name == backend
         replays = count_replays(llm)
         own = generate(llm, PROMPTS, params())
-        with known_drafts(llm, known, spine):
+        with known_drafts(llm, known, on_chain):
             in_a_row = generate(llm, PROMPTS, params())
         with known_drafts(llm, known, sibling):
             on_branches = generate(llm, PROMPTS, params())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ddtree.integration.graphs import CaptureScope
+from vllm_ddtree.graphs.capture_scope import CaptureScope
 
 
 class Log(list[str]):

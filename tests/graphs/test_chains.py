@@ -9,7 +9,7 @@ import pytest
 from vllm.config.compilation import CUDAGraphMode
 
 from vllm_ddtree.graphs.chains import capture_chains
-from vllm_ddtree.round.runtime import Step
+from vllm_ddtree.round.step import Step
 
 
 class Desc(NamedTuple):

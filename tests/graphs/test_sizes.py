@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ddtree.budget.auto import TIERS
-from vllm_ddtree.config import engine as checks
+from vllm_ddtree.budget.tiers import TIERS
+from vllm_ddtree.config.graphs import set_capture_sizes
 from vllm_ddtree.graphs.sizes import (
     MAX_AUTO_TOKENS,
     MAX_DRAFT_TOKENS,
@@ -50,16 +50,18 @@ def test_auto_sizes(largest: int, limit: int) -> None:
     rows = [budget + 1 for budget in TIERS]
     sizes = auto_sizes(largest, rows, limit)
     assert sizes[0] == 1 and sizes[-1] <= largest and sizes == sorted(set(sizes))
-    for width in rows:
+    for num_rows in rows:
         # As vLLM makes them: sizes rounded up to whole requests, at most `limit` of them.
-        counts = {-(-size // width) for size in sizes if -(-size // width) * width <= largest}
+        counts = {
+            -(-size // num_rows) for size in sizes if -(-size // num_rows) * num_rows <= largest
+        }
         counts = {n for n in counts if n <= limit}
-        for num_reqs in range(1, min(limit, largest // width) + 1):
+        for num_reqs in range(1, min(limit, largest // num_rows) + 1):
             fitting = [n for n in counts if n >= num_reqs]
             if num_reqs <= max(counts):
                 assert min(fitting) <= 2 * num_reqs
         # The most that may run have a graph, unless they exceed the ceiling.
-        assert limit * width > largest or limit in counts
+        assert limit * num_rows > largest or limit in counts
 
 
 def test_verify_sizes_cover_every_number_of_requests() -> None:
@@ -78,12 +80,14 @@ def plan(spec: dict[str, Any], asked: dict[str, Any] | None = None, **scheduler:
     """Capture sizes of an engine on a GPU, where vLLM's own are 1 and 512."""
     compilation = SimpleNamespace(cudagraph_capture_sizes=[1, 512], max_cudagraph_capture_size=512)
     limits = {"max_num_seqs": 128, "max_num_batched_tokens": 8192, **scheduler}
-    config = SimpleNamespace(
-        compilation_config=compilation, scheduler_config=SimpleNamespace(**limits)
-    )
     keys = {"auto_budget": False, "num_speculative_tokens_per_batch_size": None, **spec}
-    arguments = SimpleNamespace(compilation_config=SimpleNamespace(**(asked or {})))
-    checks._plan_graphs(arguments, config, SimpleNamespace(**keys))  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(**limits),
+        speculative_config=SimpleNamespace(**keys),
+    )
+    arguments: Any = SimpleNamespace(compilation_config=SimpleNamespace(**(asked or {})))
+    set_capture_sizes(arguments, config)
     sizes = compilation.cudagraph_capture_sizes
     assert compilation.max_cudagraph_capture_size == sizes[-1]
     return sizes

@@ -13,20 +13,24 @@ import torch
 from vllm_ddtree import invariants
 from vllm_ddtree.commit.kv import KVCompactor, make_compactors
 from vllm_ddtree.invariants.free_slots import FreeSlots
-from vllm_ddtree.invariants.step import Commit, check_step
+from vllm_ddtree.invariants.step import MovedRows, check_step
 from vllm_ddtree.invariants.stop import Broken
+from vllm_ddtree.round.emitted import Emitted
+from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.round.meter import Meter
+from vllm_ddtree.round.paths import Paths
 from vllm_ddtree.round.rows import RowBuffers, prepare_rows
-from vllm_ddtree.round.runtime import Runtime, Step
+from vllm_ddtree.round.runtime import Runtime
+from vllm_ddtree.round.step import Step
 from vllm_ddtree.round.trees import TreeBuffers
 from vllm_ddtree.sampler.walk import walk
 from vllm_ddtree.tree.build import build_trees
 
-BUDGET, DEPTH, TOP_K, SLOTS = 40, 3, 4, 4
+BUDGET, DEPTH, TOP_K, MAX_REQS = 40, 3, 4, 4
 ROWS = BUDGET + 1
 BLOCK_SIZE, NUM_BLOCKS = 8, 32
-# A prefill, and two trees; the slot and the committed length of each.
-NAMES, IDX, PREFIX, LENS = ["prefill", "one", "two"], [1, 3, 0], [0, 5, 17], [6, ROWS, ROWS]
+# A prefill, and two trees; the index and the committed length of each.
+NAMES, INDICES, PREFIX, LENS = ["prefill", "one", "two"], [1, 3, 0], [0, 5, 17], [6, ROWS, ROWS]
 
 
 class State:
@@ -37,40 +41,37 @@ class State:
             budget=BUDGET,
             max_depth=DEPTH,
             top_k=TOP_K,
-            trees=TreeBuffers(SLOTS, BUDGET, device),
-            rows=RowBuffers(128, SLOTS, BUDGET, device),
-            path_rows=torch.zeros(SLOTS, DEPTH + 1, dtype=torch.int32),
-            path_lens=torch.zeros(SLOTS, dtype=torch.int32),
+            trees=TreeBuffers(MAX_REQS, BUDGET, device),
+            rows=RowBuffers(128, MAX_REQS, BUDGET, device),
+            paths=Paths.empty(MAX_REQS, DEPTH, 128, device),
             meter=Meter(BUDGET, device),
         )
         torch.manual_seed(0)
         log_probs = torch.randn(2, DEPTH, TOP_K).log_softmax(-1).sort(-1, descending=True).values
         token_ids = torch.arange(TOP_K).expand(2, DEPTH, TOP_K).contiguous()
         drafts = torch.zeros(2, BUDGET, dtype=torch.int64)
-        build_trees(log_probs, token_ids, torch.tensor(IDX[1:]), rt.trees, drafts, DEPTH)
-        self.idx_mapping = torch.tensor(IDX)
+        build_trees(log_probs, token_ids, torch.tensor(INDICES[1:]), rt.trees, drafts, DEPTH)
+        self.indices = torch.tensor(INDICES)
         starts = torch.tensor([0, *LENS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         cu_num_logits = torch.tensor([0, 1, 1 + ROWS, 1 + 2 * ROWS], dtype=torch.int32)
         seq_lens = torch.tensor([p + n for p, n in zip(PREFIX, LENS, strict=True)]).int()
         linear = torch.cat([p + torch.arange(n) for p, n in zip(PREFIX, LENS, strict=True)])
         total = int(starts[-1])
+        layout = Layout(self.indices, starts, cu_num_logits)
         prepare_rows(
-            rt.trees, rt.rows, self.idx_mapping, starts, cu_num_logits, seq_lens, linear,
-            3, 3, total, ROWS,
+            rt.trees, rt.rows, rt.paths, layout, seq_lens, linear,
+            num_reqs_padded=3, num_tokens_padded=total, max_query_len=ROWS,
         )  # fmt: skip
         # The second best child, then its best: a path that skips rows.
         choices = torch.zeros(1 + 2 * ROWS, dtype=torch.int64)
         choices[cu_num_logits[1:3].long()] = 1
         checked = torch.full((1 + 2 * ROWS,), -1, dtype=torch.int64)
         checked[2 : 1 + ROWS], checked[2 + ROWS :] = drafts[0], drafts[1]
-        sampled = torch.zeros(3, DEPTH + 1, dtype=torch.int64)
-        self.num_sampled = torch.zeros(3, dtype=torch.int32)
-        walk(
-            choices, checked, rt.trees.parents, self.idx_mapping, cu_num_logits, starts, sampled,
-            self.num_sampled, rt.path_rows, rt.path_lens, rt.rows.path,
-        )  # fmt: skip
-        self.num_computed = torch.zeros(SLOTS, dtype=torch.int32)
-        self.num_computed[self.idx_mapping] = torch.tensor(PREFIX).int() + self.num_sampled
+        emitted = Emitted.empty(3, DEPTH, device)
+        walk(choices, checked, rt.trees, layout, rt.paths, emitted)
+        self.num_sampled = emitted.num_sampled
+        self.num_computed = torch.zeros(MAX_REQS, dtype=torch.int32)
+        self.num_computed[self.indices] = torch.tensor(PREFIX).int() + self.num_sampled
         # A drafter's group without slots, and the target's.
         slots = torch.full((2, 128), -1, dtype=torch.int64)
         slots[1, :total] = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:total]
@@ -83,9 +84,9 @@ class State:
     def compactors(self) -> list[tuple[int, KVCompactor]]:
         return [(1, compactor) for compactor in make_compactors(self.caches)]
 
-    def check(self) -> tuple[Broken, Commit]:
+    def check(self) -> tuple[Broken, MovedRows]:
         return check_step(
-            self.runtime, self.compactors, self.idx_mapping, self.num_sampled, self.num_computed
+            self.runtime, self.compactors, self.indices, self.num_sampled, self.num_computed
         )
 
     def compact(self) -> None:
@@ -93,8 +94,7 @@ class State:
         assert step.slot_mappings is not None and step.query_start_loc is not None
         for gid, compactor in self.compactors:
             compactor.compact(
-                step.slot_mappings[gid], step.query_start_loc, rt.rows.tail_lens, rt.path_rows,
-                rt.path_lens, 3,
+                step.slot_mappings[gid], step.query_start_loc, rt.rows.tail_lens, rt.paths, 3
             )  # fmt: skip
 
 
@@ -112,8 +112,8 @@ def state(device: str, right: State) -> Iterator[State]:
 
 
 def test_a_right_step_passes(state: State) -> None:
-    lengths = state.runtime.path_lens[1:3].tolist()
-    assert lengths[0] > 2 and int(state.runtime.path_rows[1, 1]) > 1
+    lengths = state.runtime.paths.lens[1:3].tolist()
+    assert lengths[0] > 2 and int(state.runtime.paths.rows[1, 1]) > 1
     broken, commit = state.check()
     state.compact()
     assert broken == {} == commit.check()
@@ -165,16 +165,16 @@ def no_slot(state: State) -> None:
 
 
 def one_row_more(state: State) -> None:
-    state.runtime.path_lens[2] += 1
+    state.runtime.paths.lens[2] += 1
 
 
 def one_row_less(state: State) -> None:
-    state.runtime.path_lens[2] -= 1
+    state.runtime.paths.lens[2] -= 1
 
 
 def another_path(state: State) -> None:
     parents = state.runtime.trees.parents[0].tolist()
-    state.runtime.path_rows[2, 1] = parents.index(1)  # a grandchild of the root
+    state.runtime.paths.rows[2, 1] = parents.index(1)  # a grandchild of the root
 
 
 def moved_root(state: State) -> None:

@@ -14,13 +14,11 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_ddtree.integration import observe_steps
-from vllm_ddtree.metrics.rounds import (
-    RoundCounts,
-    StepFacts,
-    with_facts,
-)
+from vllm_ddtree.integration import observe_steps, steps_of
+from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.metrics.scheduler import attach, take_counts
+from vllm_ddtree.patches import scheduler as patches
+from vllm_ddtree.round.emitted import StepFacts, with_facts
 from vllm_ddtree.round.kinds import LABELS, RoundKind, step_kinds
 
 BUDGET, DEPTH, TOP_K = 12, 4, 6
@@ -66,6 +64,10 @@ class Scheduler:
 
     def make_stats(self, stats: Any = None, *_: Any) -> SchedulerStats | None:
         return SchedulerStats(spec_decoding_stats=stats) if self.log_stats else None
+
+
+for name in ("update_from_output", "make_spec_decoding_stats", "make_stats"):
+    setattr(Scheduler, name, getattr(patches, name)(getattr(Scheduler, name)))
 
 
 def attached(**kwargs: Any) -> Scheduler:
@@ -164,17 +166,20 @@ def test_counts_of_another_method_are_left_alone() -> None:
 
 
 def test_nothing_is_counted_without_statistics() -> None:
-    assert "make_stats" not in vars(attached(log_stats=False))
-    assert "make_stats" in vars(attached())
+    for log_stats in (False, True):
+        steps = steps_of(attached(log_stats=log_stats))
+        assert steps is not None
+        counting = [bool(calls) for calls in (steps.observers, steps.drafted, steps.counted)]
+        assert counting == [log_stats] * 3
 
 
-@pytest.mark.parametrize(("all_chain", "asked"), [(False, "PARAMETERS"), (True, "PROCESSORS")])
-def test_kinds(all_chain: bool, asked: str) -> None:
+@pytest.mark.parametrize(("by_processors", "asked"), [(False, "PARAMETERS"), (True, "PROCESSORS")])
+def test_kinds(by_processors: bool, asked: str) -> None:
     chain = np.array([0, 1, 0, 1], np.int32)
     for other in (RoundKind.TREE, RoundKind.MIXED, RoundKind.CHOSEN):
-        kinds = step_kinds(chain, all_chain, other)
+        kinds = step_kinds(chain, by_processors, other)
         assert (kinds.asked, kinds.others) == (RoundKind[asked], other)
-        assert kinds.chain is chain
+        assert kinds.chain_only is chain
     assert len(set(LABELS.values())) == len(RoundKind)
 
 

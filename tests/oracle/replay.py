@@ -123,7 +123,7 @@ class Trace:
             budget: nodes without the root.
             top_k: candidates a draft position.
             depth: the tree's depth limit; None: block_size - 1.
-            chain: only the spine, the drafter's best token at each depth.
+            chain: whether to grow the chain alone, the drafter's best token at each depth.
             max_model_len: the engine's length limit: trees shrink near it.
             num_masks: draft queries after the anchor; None: block_size - 1. vLLM's own method
                 "dflash" has `num_speculative_tokens` of them.

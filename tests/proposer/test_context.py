@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_ddtree.proposer.context import ContextRows
+from vllm_ddtree.round.paths import Paths
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -20,8 +21,8 @@ def test_gather(rows: list[int], depth: int, num_states: int) -> None:
     context_rows = min(depth, max(rows) - 1) + 1
     context = ContextRows(max_num_reqs=4, rows=context_rows, device=DEVICE)
     starts = np.concatenate([[0], np.cumsum(rows)])
-    total, width = int(starts[-1]), 24
-    states = [torch.randn(total + 3, width, generator=generator).to(DEVICE) for _ in range(3)]
+    total, size = int(starts[-1]), 24
+    states = [torch.randn(total + 3, size, generator=generator).to(DEVICE) for _ in range(3)]
     states = (states * 2)[:num_states]
     positions = torch.randint(0, 900, (total + 3,), generator=generator)
     lengths = [
@@ -36,16 +37,17 @@ def test_gather(rows: list[int], depth: int, num_states: int) -> None:
     def put(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype).to(DEVICE)
 
-    batch = SimpleNamespace(
+    batch: Any = SimpleNamespace(
         num_reqs=len(rows),
         num_tokens=total,
         query_start_loc=put(starts),
         positions=put(positions, torch.int64),
         idx_mapping="as it was",
     )
-    runtime: Any = SimpleNamespace(rows=SimpleNamespace(path=put(path, torch.int64)))
+    paths = Paths.empty(len(rows), depth, total + 3, DEVICE)
+    paths.gather_index.copy_(path)
     rejected = put([n - length for n, length in zip(rows, lengths, strict=True)])
-    compact, (gathered,), left = context.gather(runtime, batch, states, rejected)
+    compact, (gathered,), left = context.gather(paths, batch, states, rejected)
     assert compact.num_reqs == batch.num_reqs and compact.idx_mapping == "as it was"
     assert compact.num_tokens == len(rows) * context_rows == gathered.shape[0]
     assert compact.num_scheduled_tokens.tolist() == [context_rows] * len(rows)
@@ -62,4 +64,4 @@ def test_gather(rows: list[int], depth: int, num_states: int) -> None:
     assert int(compact.query_start_loc[-1]) == compact.num_tokens
     short = both.new_empty(compact.num_tokens - 1, both.shape[1])
     with pytest.raises(ValueError, match="room for"):
-        context.gather(runtime, batch, states, rejected, short)
+        context.gather(paths, batch, states, rejected, short)

@@ -12,7 +12,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_ddtree.budget.auto import SCHEDULE, TIERS
+from vllm_ddtree.budget.tiers import SCHEDULE, TIERS
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer import speculator
 from vllm_ddtree.proposer.reach import draft_reaches, make_reaches
@@ -164,7 +164,7 @@ def test_each_reach_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.depth_limit, spec.block_size, spec.budget = 15, 16, 31
     spec.uses_dynamic_speculative_decoding = lambda: False
     rt = drafts.runtime
-    rt.top_k, rt.num_rows, rt.attention_form = TOP_K, 32, ""
+    rt.top_k, rt.num_rows, rt.attention_words = TOP_K, 32, ""
     drafts._schedule = [(1, 4, 31), (5, 40, 3)]
     drafts.draft_model_config = SimpleNamespace(model="drafter")
     drafts.vllm_config = SimpleNamespace(

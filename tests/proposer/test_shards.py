@@ -24,14 +24,14 @@ def shard_keys(
     pads them.
     """
     num_rows, vocab = logits.shape
-    width = -(-vocab // (16 * num_shards)) * 16
+    size = -(-vocab // (16 * num_shards)) * 16
     if token_ids is None:
         token_ids = torch.arange(vocab)
     keys = torch.full((num_shards, num_rows, k + 1), -9, device=DEVICE)
     for rank in range(num_shards):
-        first = min(rank * width, vocab)
-        last = min(first + width, vocab)
-        padded = torch.full((num_rows, width), 99.0, dtype=logits.dtype, device=DEVICE)
+        first = min(rank * size, vocab)
+        last = min(first + size, vocab)
+        padded = torch.full((num_rows, size), 99.0, dtype=logits.dtype, device=DEVICE)
         padded[:, : last - first] = logits[:, first:last]
         ids = token_ids[first:last].to(DEVICE, torch.int32)
         scratch = Candidates(num_rows, last - first, k, DEVICE, ids)
@@ -40,9 +40,9 @@ def shard_keys(
 
 
 def merged(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    _, num_rows, width = keys.shape
-    log_probs = torch.full((num_rows, width - 1), 7.0, device=DEVICE)
-    ids = torch.full((num_rows, width - 1), -9, device=DEVICE)
+    _, num_rows, num_keys = keys.shape
+    log_probs = torch.full((num_rows, num_keys - 1), 7.0, device=DEVICE)
+    ids = torch.full((num_rows, num_keys - 1), -9, device=DEVICE)
     merge_shards(keys, log_probs, ids)
     return log_probs, ids
 

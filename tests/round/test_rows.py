@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.attention.tree_cases import ancestor_sets, pack_masks, random_tree
+from vllm_ddtree.round.layout import Layout
+from vllm_ddtree.round.paths import Paths
 from vllm_ddtree.round.rows import RowBuffers, prepare_rows
 from vllm_ddtree.round.trees import TreeBuffers
 
@@ -12,21 +14,23 @@ MAX_ROWS, MAX_REQS = 400, 9
 
 def random_trees(budget: int, rng: np.random.Generator) -> TreeBuffers:
     trees = TreeBuffers(MAX_REQS, budget, torch.get_default_device())
-    for slot in range(MAX_REQS):
+    for index in range(MAX_REQS):
         num_rows = int(rng.integers(2, budget + 2))
         sets = ancestor_sets(random_tree(rng, num_rows, 15))
-        trees.masks[slot, :num_rows] = pack_masks(sets, trees.num_words)
-        trees.depths[slot, :num_rows] = torch.tensor([len(s) - 1 for s in sets])
-        trees.num_nodes[slot] = num_rows - 1
+        trees.masks[index, :num_rows] = pack_masks(sets, trees.num_words)
+        trees.depths[index, :num_rows] = torch.tensor([len(s) - 1 for s in sets])
+        trees.num_nodes[index] = num_rows - 1
     return trees
 
 
-def stale_rows(budget: int) -> RowBuffers:
-    """Row buffers as a round with other contents left them."""
+def stale_rows(budget: int) -> tuple[RowBuffers, Paths]:
+    """Row buffers, and the gather index of the paths, as a round with other contents left them."""
     rows = RowBuffers(MAX_ROWS, MAX_REQS, budget, torch.get_default_device())
-    for tensor in (rows.positions, rows.masks, rows.path, rows.tail_lens, rows.prefix_lens):
+    paths = Paths.empty(MAX_REQS, 1, MAX_ROWS, torch.get_default_device())
+    for tensor in (rows.positions, rows.masks, rows.tail_lens, rows.prefix_lens):
         tensor.fill_(-7)
-    return rows
+    paths.gather_index.fill_(-7)
+    return rows, paths
 
 
 # (query rows, logits, computed tokens) of each request
@@ -45,9 +49,9 @@ def test_rows_follow_the_trees(
     batch: list[tuple[int, int, int]], budget: int, in_place: bool
 ) -> None:
     rng = np.random.default_rng(budget)
-    trees, rows = random_trees(budget, rng), stale_rows(budget)
+    trees, (rows, paths) = random_trees(budget, rng), stale_rows(budget)
     num_reqs, padded_reqs, padded_rows = len(batch), 2, 11
-    slots = torch.tensor(rng.permutation(MAX_REQS)[:num_reqs])
+    indices = torch.tensor(rng.permutation(MAX_REQS)[:num_reqs])
     lens = [query_len for query_len, _, _ in batch]
     num_rows = sum(lens)
     starts = torch.tensor(np.cumsum([0, *lens, 0, 0]), dtype=torch.int32)
@@ -62,8 +66,8 @@ def test_rows_follow_the_trees(
             continue
         end = int(starts[req + 1])
         root_position = computed + query_len - n
-        expected.positions[end - n : end] = root_position + trees.depths[slots[req], :n]
-        expected.masks[end - n : end] = trees.masks[slots[req], :n]
+        expected.positions[end - n : end] = root_position + trees.depths[indices[req], :n]
+        expected.masks[end - n : end] = trees.masks[indices[req], :n]
         expected.tail_lens[req] = n
         expected.prefix_lens[req] = root_position
 
@@ -73,45 +77,41 @@ def test_rows_follow_the_trees(
     prepare_rows(
         trees,
         rows,
-        slots,
-        starts,
-        logits,
+        paths,
+        Layout(indices, starts, logits),
         seq_lens,
         linear,
-        num_reqs,
-        num_reqs + padded_reqs,
-        num_rows + padded_rows,
-        max(lens),
+        num_reqs_padded=num_reqs + padded_reqs,
+        num_tokens_padded=num_rows + padded_rows,
+        max_query_len=max(lens),
     )
     num_reqs += padded_reqs
     num_rows += padded_rows
     for name, filled in [
         ("positions", num_rows),
         ("masks", num_rows),
-        ("path", num_rows),
         ("tail_lens", num_reqs),
         ("prefix_lens", num_reqs),
     ]:
         got, want = getattr(rows, name), getattr(expected, name)
         torch.testing.assert_close(got[:filled], want[:filled], rtol=0, atol=0, msg=name)
         assert (got[filled:] == -7).all(), f"{name} written past the batch"
+    assert paths.gather_index.tolist() == [*range(num_rows), *[-7] * (MAX_ROWS - num_rows)]
 
 
 def test_dummy_request_has_no_tree() -> None:
-    trees, rows = random_trees(7, np.random.default_rng(0)), stale_rows(7)
+    trees, (rows, paths) = random_trees(7, np.random.default_rng(0)), stale_rows(7)
     starts = torch.tensor([0, 8, 16], dtype=torch.int32)
     prepare_rows(
         trees,
         rows,
-        torch.tensor([-1, 4]),
-        starts,
-        starts,
+        paths,
+        Layout(torch.tensor([-1, 4]), starts, starts),
         torch.tensor([8, 30], dtype=torch.int32),
         torch.arange(16),
-        2,
-        2,
-        16,
-        8,
+        num_reqs_padded=2,
+        num_tokens_padded=16,
+        max_query_len=8,
     )
     assert rows.tail_lens[:2].tolist() == [0, 8]
     assert rows.prefix_lens[:2].tolist() == [0, 22]
@@ -130,16 +130,13 @@ def test_what_does_not_fit_is_refused(budget: int, num_reqs: int, num_rows: int)
     with pytest.raises(ValueError, match="row buffers"):
         prepare_rows(
             trees,
-            stale_rows(budget),
-            index,
-            index.int(),
-            index.int(),
+            *stale_rows(budget),
+            Layout(index[1:], index.int(), index.int()),
             index.int(),
             index,
-            num_reqs,
-            num_reqs,
-            num_rows,
-            8,
+            num_reqs_padded=num_reqs,
+            num_tokens_padded=num_rows,
+            max_query_len=8,
         )
 
 

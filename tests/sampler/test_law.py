@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ddtree.round.emitted import Emitted
+from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.round.meter import Meter
+from vllm_ddtree.round.paths import Paths
 from vllm_ddtree.round.rows import RowBuffers
 from vllm_ddtree.round.runtime import Runtime
 from vllm_ddtree.round.trees import TreeBuffers
@@ -75,7 +78,7 @@ LAWS = {
     "one-node": Law([0], [0], [[0.6, 0.3, 0.1], [0.2, 0.5, 0.3]]),
     "siblings": Law([0, 0, 0], [3, 0, 1], _distributions(1, 4, 5)),
     "two-levels": Law([0, 0, 1, 1, 2], [0, 1, 2, 0, 0], _distributions(2, 6, 3)),
-    "spine": Law([0, 1, 2], [2, 2, 0], _distributions(3, 4, 4)),
+    "chain": Law([0, 1, 2], [2, 2, 0], _distributions(3, 4, 4)),
     "full": Law([0, 0, 0, 1, 2], [0, 1, 2, 1, 1], _distributions(4, 6, 3)),
 }
 
@@ -120,44 +123,35 @@ def vectorised_gumbel_sample(
 def distinct_walk(
     choices: torch.Tensor,
     drafts: torch.Tensor,
-    parents: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    sampled: torch.Tensor,
-    num_sampled: torch.Tensor,
-    path_rows: torch.Tensor,
-    path_lens: torch.Tensor,
-    path: torch.Tensor,
-    *counted: torch.Tensor,
+    trees: TreeBuffers,
+    layout: Layout,
+    paths: Paths,
+    emitted: Emitted,
+    counts: Any,
 ) -> None:
     """The walk kernel, launched once for each distinct row of choices (all trees are equal).
 
-    Nothing is counted: `counted` (spines, counts and facts) is left alone.
+    Nothing is counted, and no facts are kept.
     """
-    num_reqs = len(idx_mapping)
+    num_reqs = layout.num_reqs
     kinds, kind = torch.unique(choices.view(num_reqs, -1), dim=0, return_inverse=True)
     n, rows = kinds.shape
     starts = torch.arange(n + 1, dtype=torch.int32) * rows
-    to, count, steps, lens = (t[:n].clone() for t in (sampled, num_sampled, path_rows, path_lens))
+    to = Emitted(emitted.tokens_and_facts[:n].clone(), emitted.num_sampled[:n].clone())
+    steps = Paths(paths.rows[:n].clone(), paths.lens[:n].clone(), torch.arange(n * rows))
     walk(
         kinds.reshape(-1),
         drafts[: n * rows],
-        parents,
-        idx_mapping[:n],
-        starts,
-        starts,
-        to,
-        count,
+        trees,
+        Layout(layout.indices[:n], starts, starts),
         steps,
-        lens,
-        torch.arange(n * rows),
+        to,
     )
     for whole, part in (
-        (sampled, to),
-        (num_sampled, count),
-        (path_rows, steps),
-        (path_lens, lens),
+        (emitted.tokens, to.tokens),
+        (emitted.num_sampled, to.num_sampled),
+        (paths.rows, steps.rows),
+        (paths.lens, steps.lens),
     ):
         whole[:num_reqs] = part[kind]
 
@@ -182,8 +176,8 @@ class Bench:
             num_speculative_tokens=law.budget,
         )
         np.random.seed(0)  # vLLM seeds unseeded requests from here
-        for slot in range(num_reqs):
-            self.sampler.add_request(slot, SamplingParams(temperature=1.0, **params))
+        for index in range(num_reqs):
+            self.sampler.add_request(index, SamplingParams(temperature=1.0, **params))
         self.sampler.apply_staged_writes()
         depth = max(law.depths)
         self.runtime = Runtime(
@@ -192,8 +186,7 @@ class Bench:
             top_k=vocab,
             trees=TreeBuffers(num_reqs, law.budget, self.device),
             rows=RowBuffers(num_reqs * rows, num_reqs, law.budget, self.device),
-            path_rows=torch.zeros(num_reqs, depth + 1, dtype=torch.int32, device=device),
-            path_lens=torch.zeros(num_reqs, dtype=torch.int32, device=device),
+            paths=Paths.empty(num_reqs, depth, num_reqs * rows, device),
             meter=Meter(law.budget, self.device),
         )
         self.runtime.trees.parents[:] = torch.tensor(law.parents, dtype=torch.int32)
@@ -215,7 +208,7 @@ class Bench:
         """One round of every request, roots at position `start`; vLLM's SamplerOutput."""
         law, n = self.law, self.num_reqs
         rows = law.budget + 1
-        slots = np.random.default_rng(start).permutation(n)
+        indices = np.random.default_rng(start).permutation(n)
         cu = np.arange(n + 1, dtype=np.int32) * rows
 
         def put(array: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -227,9 +220,9 @@ class Bench:
             input_ids=put(np.tile(law.tokens, n), torch.int32),
             positions=put(start + np.tile(np.arange(rows), n), torch.int64),
             logits_indices=put(np.arange(n * rows), torch.int64),
-            idx_mapping=put(slots, torch.int64),
-            idx_mapping_np=slots,
-            expanded_idx_mapping=put(np.repeat(slots, rows), torch.int64),
+            idx_mapping=put(indices, torch.int64),
+            idx_mapping_np=indices,
+            expanded_idx_mapping=put(np.repeat(indices, rows), torch.int64),
             expanded_local_pos=put(np.tile(np.arange(rows), n), torch.int32),
             cu_num_logits=put(cu, torch.int32),
             cu_num_logits_np=cu,
@@ -364,15 +357,15 @@ def test_seeded_requests_repeat_and_unseeded_differ(device: str) -> None:
 
     law = Law([0, 0, 1], [0, 1, 2], [[0.25] * 4] * 4)
     bench = Bench(law, 24, device)
-    for slot in range(12):
-        bench.sampler.add_request(slot, SamplingParams(temperature=1.0, seed=11))
+    for index in range(12):
+        bench.sampler.add_request(index, SamplingParams(temperature=1.0, seed=11))
     bench.sampler.apply_staged_writes()
     seen: list[dict[int, tuple[int, ...]]] = []
     for _ in range(2):
         output = bench.round(PREFIX)
-        slots = np.random.default_rng(PREFIX).permutation(24)
+        indices = np.random.default_rng(PREFIX).permutation(24)
         tokens = zip(output.sampled_token_ids.tolist(), output.num_sampled.tolist(), strict=True)
-        seen.append({int(s): tuple(t[:n]) for s, (t, n) in zip(slots, tokens, strict=True)})
+        seen.append({int(i): tuple(t[:n]) for i, (t, n) in zip(indices, tokens, strict=True)})
     assert seen[0] == seen[1]
-    assert len({seen[0][slot] for slot in range(12)}) == 1
-    assert len({seen[0][slot] for slot in range(12, 24)}) > 3
+    assert len({seen[0][index] for index in range(12)}) == 1
+    assert len({seen[0][index] for index in range(12, 24)}) > 3

@@ -9,6 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ddtree.round.emitted import Emitted
+from vllm_ddtree.round.layout import Layout
+from vllm_ddtree.round.meter import Counts
+from vllm_ddtree.round.paths import Paths
+from vllm_ddtree.round.trees import TreeBuffers
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
 from vllm_ddtree.tree.reference import Tree, accepted_path, build_tree
 
@@ -17,15 +22,10 @@ from vllm_ddtree.tree.reference import Tree, accepted_path, build_tree
 class Walked:
     """What the walk wrote; `spare` rows and requests keep the fill value -7."""
 
-    sampled: torch.Tensor
-    num_sampled: torch.Tensor
-    path_rows: torch.Tensor
-    path_lens: torch.Tensor
-    path: torch.Tensor
-    cu_num_logits: torch.Tensor
-    query_start_loc: torch.Tensor
-    counts: torch.Tensor
-    facts: torch.Tensor
+    emitted: Emitted
+    paths: Paths
+    layout: Layout
+    counts: Counts
 
 
 def random_tree(rng: np.random.Generator, budget: int, depth: int, vocab: int) -> Tree:
@@ -44,12 +44,12 @@ def run_walk(
     device: str,
     prefix_rows: list[int],
 ) -> Walked:
-    """A batch of trees in scattered slots, `prefix_rows` query rows before each request's tree."""
+    """A batch of trees at scattered indices, `prefix_rows` query rows before each one's tree."""
     num_reqs = len(trees)
-    slots = [2 * i + 1 for i in reversed(range(num_reqs))]
-    parents = torch.full((2 * num_reqs + 2, budget + 1), -1, dtype=torch.int32)
-    for slot, tree in zip(slots, trees, strict=True):
-        parents[slot, : tree.num_nodes + 1] = torch.from_numpy(tree.parents)
+    indices = [2 * i + 1 for i in reversed(range(num_reqs))]
+    buffers = TreeBuffers(2 * num_reqs + 2, budget, device)
+    for index, tree in zip(indices, trees, strict=True):
+        buffers.parents[index, : tree.num_nodes + 1] = torch.from_numpy(tree.parents)
     rows = [len(d) for d in drafts]
     cu = np.cumsum([0, *rows])
     starts = np.cumsum([0, *(r + p for r, p in zip(rows, prefix_rows, strict=True))])
@@ -61,39 +61,34 @@ def run_walk(
         return torch.full(shape, -7, dtype=dtype, device=device)
 
     out = Walked(
-        sampled=filled(num_reqs, depth + 1, dtype=torch.int64),
-        num_sampled=filled(num_reqs),
-        path_rows=filled(num_reqs + 1, depth + 1),
-        path_lens=filled(num_reqs + 1),
-        path=torch.arange(int(starts[-1]) + 3, dtype=torch.int64, device=device),
-        cu_num_logits=put(cu, torch.int32),
-        query_start_loc=put(starts, torch.int32),
-        counts=torch.zeros(2, budget + 1, dtype=torch.int64, device=device),
-        facts=filled(num_reqs, depth + 1, dtype=torch.int64),
+        emitted=Emitted(
+            filled(num_reqs, 2 * (depth + 1), dtype=torch.int64),
+            filled(num_reqs),
+        ),
+        paths=Paths(
+            filled(num_reqs + 1, depth + 1),
+            filled(num_reqs + 1),
+            torch.arange(int(starts[-1]) + 3, dtype=torch.int64, device=device),
+        ),
+        layout=Layout(
+            put(np.array(indices), torch.int64), put(starts, torch.int32), put(cu, torch.int32)
+        ),
+        counts=Counts(
+            torch.randint(1 << 20, buffers.parents.shape, dtype=torch.int32, device=device),
+            torch.zeros(2, budget + 1, dtype=torch.int64, device=device),
+        ),
     )
-    spines = torch.zeros(2 * num_reqs + 2, dtype=torch.int32, device=device)
-    spines[slots[0]] = 1  # left out of the counts
-    claims = torch.randint(
-        1 << 20, (2 * num_reqs + 2, budget + 1), dtype=torch.int32, device=device
-    )
+    buffers.chain_only[indices[0]] = 1  # left out of the counts
     walk(
         put(np.concatenate(choices), torch.int64),
         put(np.concatenate(drafts), torch.int64),
-        parents.to(device),
-        put(np.array(slots), torch.int64),
-        out.cu_num_logits,
-        out.query_start_loc,
-        out.sampled,
-        out.num_sampled,
-        out.path_rows,
-        out.path_lens,
-        out.path,
-        spines,
-        claims,
+        buffers,
+        out.layout,
+        out.paths,
+        out.emitted,
         out.counts,
-        out.facts,
     )
-    check_counts(out, claims.cpu()[slots])
+    check_counts(out, out.counts.claims.cpu()[indices])
     return out
 
 
@@ -101,12 +96,12 @@ def check_counts(out: Walked, claims: torch.Tensor) -> None:
     """What verified rows claim, and accepted rows, of the trees with two rows or more but the
     first."""
     expected = torch.zeros(2, claims.shape[1], dtype=torch.int64)
-    for i in range(1, len(out.sampled)):
-        num_rows = int(out.cu_num_logits[i + 1] - out.cu_num_logits[i])
+    for i in range(1, len(out.emitted.tokens)):
+        num_rows = int(out.layout.cu_num_logits[i + 1] - out.layout.cu_num_logits[i])
         if num_rows > 1:
             expected[0, :num_rows] += claims[i, :num_rows]
-            expected[1, out.path_rows[i, : out.path_lens[i]].long().cpu()] += 1
-    assert torch.equal(out.counts.cpu(), expected)
+            expected[1, out.paths.rows[i, : out.paths.lens[i]].long().cpu()] += 1
+    assert torch.equal(out.counts.totals.cpu(), expected)
 
 
 def random_batch(
@@ -132,20 +127,21 @@ def check(walked: Walked, i: int, tree: Tree, choices: np.ndarray) -> int:
     """One request against the reference; its accepted nodes."""
     rows, bonus = accepted_path(tree, choices)
     accepted = len(rows)
-    assert walked.num_sampled[i] == walked.path_lens[i] == accepted + 1
-    assert walked.path_rows[i, : accepted + 1].tolist() == [0, *rows]
+    assert walked.emitted.num_sampled[i] == walked.paths.lens[i] == accepted + 1
+    assert walked.paths.rows[i, : accepted + 1].tolist() == [0, *rows]
     tokens = [*(int(tree.tokens[row]) for row in rows), bonus]
-    assert walked.sampled[i, : accepted + 1].tolist() == tokens
+    assert walked.emitted.tokens[i, : accepted + 1].tolist() == tokens
     # The tree's rows are the last of the request's query rows.
-    start, end = walked.query_start_loc[i : i + 2].tolist()
-    first, last = walked.cu_num_logits[i : i + 2].tolist()
+    start, end = walked.layout.query_start_loc[i : i + 2].tolist()
+    first, last = walked.layout.cu_num_logits[i : i + 2].tolist()
     base = end - (last - first)
     expected = list(range(start, end))
     expected[base - start : base - start + accepted + 1] = [base + row for row in [0, *rows]]
-    assert walked.path[start:end].tolist() == expected
+    assert walked.paths.gather_index[start:end].tolist() == expected
     # For the metrics: nodes that could be accepted, ranks of those that were, nothing else.
     facts = [int((tree.parents[: last - first] >= 0).sum()), *tree.ranks[rows].tolist()]
-    assert walked.facts[i].tolist() == facts + [-7] * (walked.facts.shape[1] - len(facts))
+    written = walked.emitted.facts[i].tolist()
+    assert written == facts + [-7] * (len(written) - len(facts))
     return accepted
 
 
@@ -158,8 +154,9 @@ def test_random_trees(device: str, budget: int, depth: int) -> None:
         walked = run_walk(trees, choices, drafts, budget, depth, device, prefix)
         accepted += [check(walked, i, trees[i], choices[i]) for i in range(len(trees))]
         # Nothing past the last request.
-        assert walked.path_lens[-1] == -7 and (walked.path_rows[-1] == -7).all()
-        assert walked.path[-3:].tolist() == list(range(len(walked.path) - 3, len(walked.path)))
+        assert walked.paths.lens[-1] == -7 and (walked.paths.rows[-1] == -7).all()
+        total = len(walked.paths.gather_index)
+        assert walked.paths.gather_index[-3:].tolist() == list(range(total - 3, total))
     assert max(accepted) > 0
     if budget > 1:
         assert len(set(accepted)) > 1
@@ -194,7 +191,7 @@ def test_a_tree_that_lost_its_last_nodes(device: str) -> None:
     walked = run_walk(trees, shorter_choices, shorter_drafts, budget, depth, device, [0] * 6)
     for i in range(len(trees)):
         check(walked, i, cut[i], choices[i])
-    assert walked.num_sampled[0] == 1  # the root alone
+    assert walked.emitted.num_sampled[0] == 1  # the root alone
 
 
 def test_padded_rows_are_never_followed(device: str) -> None:
@@ -226,21 +223,21 @@ def test_every_row_is_judged_by_its_own_choice(device: str) -> None:
             tokens[row] = 1000 + tree.parents[row]
         choices = np.arange(tree.num_nodes + 1) + 1000
         walked = run_walk([tree], [choices], [tokens], 12, 4, device, [0])
-        length = int(walked.num_sampled[0])
-        assert walked.sampled[0, :length].tolist() == [1000, *(1000 + row for row in path)]
-        assert walked.path_rows[0, :length].tolist() == [0, *path]
+        length = int(walked.emitted.num_sampled[0])
+        assert walked.emitted.tokens[0, :length].tolist() == [1000, *(1000 + row for row in path)]
+        assert walked.paths.rows[0, :length].tolist() == [0, *path]
 
 
 def test_path_logit_rows(device: str) -> None:
     trees, choices, drafts = random_batch(1, budget=12, depth=4, vocab=16)
     walked = run_walk(trees, choices, drafts, 12, 4, device, [0] * len(trees))
-    out = torch.full((int(walked.cu_num_logits[-1]),), -7, dtype=torch.int64, device=device)
-    rows = path_logit_rows(walked.path_rows, walked.path_lens, walked.cu_num_logits, out)
+    out = torch.full((int(walked.layout.cu_num_logits[-1]),), -7, dtype=torch.int64, device=device)
+    rows = path_logit_rows(walked.paths, walked.layout.cu_num_logits, out)
     for i in range(len(trees)):
-        first, end = walked.cu_num_logits[i : i + 2].tolist()
+        first, end = walked.layout.cu_num_logits[i : i + 2].tolist()
         expected = list(range(first, end))
-        length = int(walked.path_lens[i])
-        expected[:length] = [first + row for row in walked.path_rows[i, :length].tolist()]
+        length = int(walked.paths.lens[i])
+        expected[:length] = [first + row for row in walked.paths.rows[i, :length].tolist()]
         assert rows[first:end].tolist() == expected
 
 

@@ -151,10 +151,10 @@ def test_offsets_beyond_32_bits():
     check(near, log_probs, ids)
 
 
-def far_rows(num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+def far_rows(num_rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     stride = 2**30
-    storage = torch.empty((num_rows - 1) * stride + width, dtype=dtype, device=DEVICE)
-    return storage.as_strided((num_rows, width), (stride, 1))
+    storage = torch.empty((num_rows - 1) * stride + columns, dtype=dtype, device=DEVICE)
+    return storage.as_strided((num_rows, columns), (stride, 1))
 
 
 def test_no_rows():

@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.round.trees import TreeBuffers
 from vllm_ddtree.tree.chain import as_chains
 
@@ -15,12 +16,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def test_rows_become_chains(budget: int, depth: int) -> None:
     torch.manual_seed(budget + depth)
     trees = TreeBuffers(6, budget, DEVICE)
-    trees.spines.copy_(torch.randint(100, 200, trees.spines.shape))
+    trees.chains.copy_(torch.randint(100, 200, trees.chains.shape))
     trees.parents.fill_(77)
     trees.depths.fill_(77)
-    trees.chain[2] = 1  # a chain already
-    slots = [4, 2, 0, 5, -1]
-    rows = [budget + 1, budget + 1, 1, min(budget, 5) + 1, budget + 1]  # slot 0: no drafts
+    trees.chain_only[2] = 1  # a chain already
+    indices = [4, 2, 0, 5, -1]
+    rows = [budget + 1, budget + 1, 1, min(budget, 5) + 1, budget + 1]  # index 0: no drafts
     before = [0, 0, 3, 2, 0]  # query rows before the tree's
     starts = [0]
     for number, more in zip(rows, before, strict=True):
@@ -31,19 +32,19 @@ def test_rows_become_chains(budget: int, depth: int) -> None:
         return torch.as_tensor(values, dtype=dtype, device=DEVICE)
 
     ids = put(torch.arange(starts[-1] + 4))
-    as_chains(trees, put(slots, torch.int64), put(starts), put(cu), ids, depth, len(slots))
+    as_chains(trees, Layout(put(indices, torch.int64), put(starts), put(cu)), ids, depth)
     expected = list(range(starts[-1] + 4))
     parents = torch.full((6, budget + 1), 77)
     depths = parents.clone()
     for request in (0, 3):
-        slot, number = slots[request], rows[request]
+        index, number = indices[request], rows[request]
         root = starts[request + 1] - number
         for row in range(1, number):
             on_chain = row <= depth
-            parents[slot, row] = row - 1 if on_chain else -1
-            depths[slot, row] = row if on_chain else 1
+            parents[index, row] = row - 1 if on_chain else -1
+            depths[index, row] = row if on_chain else 1
             if on_chain:
-                expected[root + row] = int(trees.spines[slot, row - 1])
+                expected[root + row] = int(trees.chains[index, row - 1])
     assert ids.tolist() == expected
     assert torch.equal(trees.parents.cpu().long(), parents)
     assert torch.equal(trees.depths.cpu().long(), depths)

@@ -21,65 +21,65 @@ def unpack(masks):
     return bits.astype(bool).reshape(*masks.shape[:-1], -1)
 
 
-def check_slot(trees: TreeBuffers, slot: int, expected: Tree):
+def check_index(trees: TreeBuffers, index: int, expected: Tree):
     n, num_rows = expected.num_nodes, trees.num_rows
-    assert trees.num_nodes[slot].item() == n
+    assert trees.num_nodes[index].item() == n
     for name, unused in (("parents", -1), ("depths", 1), ("tokens", 0)):
         wanted = np.full(num_rows, unused)
         wanted[: n + 1] = getattr(expected, name)
         np.testing.assert_array_equal(
-            getattr(trees, name)[slot].cpu().numpy(), wanted, err_msg=name
+            getattr(trees, name)[index].cpu().numpy(), wanted, err_msg=name
         )
     mask = np.zeros((num_rows, 32 * trees.num_words), bool)
     mask[:, 0] = True
     mask[np.arange(num_rows), np.arange(num_rows)] = True
     mask[: n + 1] = False
     mask[: n + 1, : n + 1] = expected.masks
-    np.testing.assert_array_equal(unpack(trees.masks[slot].cpu().numpy()), mask)
+    np.testing.assert_array_equal(unpack(trees.masks[index].cpu().numpy()), mask)
 
 
 def build_and_check(
-    log_probs, budget, *, depth_limit=None, chain=None, slots=None, trees=None, seed=0
+    log_probs, budget, *, depth_limit=None, chain=None, indices=None, trees=None, seed=0
 ):
     """Build [R, D, K] log-probs and compare each request with the oracle. Returns the buffers."""
     num_reqs, num_depths, _ = log_probs.shape
     log_probs = log_probs.astype(np.float32)
     ids = np.random.default_rng(seed).integers(1, 150_000, log_probs.shape)
-    slots = list(range(num_reqs)) if slots is None else slots
-    trees = trees or TreeBuffers(max(slots) + 1, budget, DEVICE)
+    indices = list(range(num_reqs)) if indices is None else indices
+    trees = trees or TreeBuffers(max(indices) + 1, budget, DEVICE)
     chain = [0] * num_reqs if chain is None else chain
-    for slot, flag in zip(slots, chain, strict=True):
-        if slot >= 0:
-            trees.chain[slot] = flag
+    for index, flag in zip(indices, chain, strict=True):
+        if index >= 0:
+            trees.chain_only[index] = flag
     draft = torch.full((num_reqs, budget), -9, device=DEVICE)
     shares = torch.zeros(2, budget + 1, dtype=torch.int64, device=DEVICE)
     build_trees(
         torch.tensor(log_probs, device=DEVICE),
         torch.tensor(ids, device=DEVICE),
-        torch.tensor(slots, device=DEVICE),
+        torch.tensor(indices, device=DEVICE),
         trees,
         draft,
         depth_limit or num_depths,
         shares,
     )
     expected_shares = np.zeros((2, budget + 1))
-    for r, slot in enumerate(slots):
+    for r, index in enumerate(indices):
         tokens = np.zeros(budget, np.int64)
-        if slot >= 0:
+        if index >= 0:
             tree = build_tree(log_probs[r], ids[r], budget, depth_limit, bool(chain[r]))
-            check_slot(trees, slot, tree)
+            check_index(trees, index, tree)
             tokens[: tree.num_nodes] = tree.tokens[1:]
-            spine = ids[r, : depth_limit or num_depths, 0]
-            np.testing.assert_array_equal(trees.spines[slot, : len(spine)].cpu().numpy(), spine)
+            first = ids[r, : depth_limit or num_depths, 0]
+            np.testing.assert_array_equal(trees.chains[index, : len(first)].cpu().numpy(), first)
             claims = np.zeros((2, budget + 1))
             claims[0, : tree.num_nodes + 1] = np.exp(tree.scores.astype(float))
             best = log_probs[r, : depth_limit or num_depths, 0].astype(float)
             chances = np.exp(np.cumsum([0.0, *np.where(best > -np.inf, best, -np.inf)]))
             claims[1, : len(chances)] = chances[: budget + 1]
-            np.testing.assert_allclose(trees.claims[slot].cpu() / ONE, claims, atol=1e-5)
+            np.testing.assert_allclose(trees.claims[index].cpu() / ONE, claims, atol=1e-5)
             expected_shares += 0 if chain[r] else claims
         np.testing.assert_array_equal(draft[r].cpu().numpy(), tokens)
-    # Path probabilities, in fixed point, of all trees but the spines; and of the trees' spines.
+    # Path probabilities, in fixed point, of the trees (but not of chains alone) and their chains.
     np.testing.assert_allclose(shares.cpu().numpy() / ONE, expected_shares, atol=1e-4)
     return trees
 
@@ -126,7 +126,7 @@ def test_ranks_up_to_the_last_candidate_in_the_deepest_rows():
     log_probs = np.full((1, 31, 64), -50.0)
     log_probs[0, 0] = np.linspace(-1, -1.1, 64)
     build_and_check(log_probs, budget=130)
-    log_probs[:] = 0.0  # one spine to depth 31, then siblings of its end
+    log_probs[:] = 0.0  # one chain to depth 31, then siblings of its end
     build_and_check(log_probs, budget=110)
 
 
@@ -149,12 +149,12 @@ def test_depth_limit():
         assert trees.depths.max().item() == depth_limit
 
 
-def test_chain_is_chosen_by_slot():
+def test_chain_is_chosen_by_index():
     rng = np.random.default_rng(8)
     log_probs = draw(rng, "ties", 4, 15, 4)
-    trees = build_and_check(log_probs, budget=20, chain=[1, 0, 1, 0], slots=[3, 1, 0, 2])
+    trees = build_and_check(log_probs, budget=20, chain=[1, 0, 1, 0], indices=[3, 1, 0, 2])
     assert trees.num_nodes[[3, 1, 0, 2]].tolist() == [15, 20, 15, 20]
-    build_and_check(log_probs, budget=7, chain=[1, 1, 0, 1])  # shorter than the spine
+    build_and_check(log_probs, budget=7, chain=[1, 1, 0, 1])  # shorter than the chain
 
 
 @pytest.mark.parametrize("gone", [-INF, np.nan, -np.nan])
@@ -178,25 +178,25 @@ def test_signed_zeros_and_smallest_scores():
 
 
 def test_only_named_slots_are_written():
-    """Inert rows and unnamed slots leave every by-slot buffer as it was."""
+    """Inert rows and unnamed indices leave every by-index buffer as it was."""
     rng = np.random.default_rng(10)
     trees = TreeBuffers(300, 33, DEVICE)
     for name in OUTPUTS:
         getattr(trees, name).fill_(77)
     log_probs = draw(rng, "normal", 5, 6, 8)
-    build_and_check(log_probs, 33, slots=[299, -1, 7, 0, -1], trees=trees)
-    others = [slot for slot in range(300) if slot not in (299, 7, 0)]
+    build_and_check(log_probs, 33, indices=[299, -1, 7, 0, -1], trees=trees)
+    others = [index for index in range(300) if index not in (299, 7, 0)]
     for name in OUTPUTS:
         assert (getattr(trees, name)[others] == 77).all(), name
-    assert (trees.chain == 0).all()
+    assert (trees.chain_only == 0).all()
 
 
 def test_a_smaller_tree_clears_a_bigger_one():
     rng = np.random.default_rng(11)
     trees = TreeBuffers(4, 70, DEVICE)
-    build_and_check(draw(rng, "normal", 2, 8, 8), 70, slots=[1, 3], trees=trees)
-    build_and_check(draw(rng, "ties", 2, 2, 2), 70, slots=[3, 1], trees=trees)
-    build_and_check(np.full((2, 2, 2), -INF), 70, slots=[1, 3], trees=trees)
+    build_and_check(draw(rng, "normal", 2, 8, 8), 70, indices=[1, 3], trees=trees)
+    build_and_check(draw(rng, "ties", 2, 2, 2), 70, indices=[3, 1], trees=trees)
+    build_and_check(np.full((2, 2, 2), -INF), 70, indices=[1, 3], trees=trees)
     fresh = TreeBuffers(4, 70, DEVICE)
     for name in OUTPUTS:
         assert torch.equal(getattr(trees, name), getattr(fresh, name)), name
@@ -214,12 +214,12 @@ def test_strided_inputs():
     turned = torch.zeros(num_depths, num_reqs, top_k, dtype=torch.int32, device=DEVICE)
     turned.copy_(ids.transpose(0, 1))
     board = torch.full((num_reqs, budget + 4), -9, device=DEVICE)
-    slots = torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
+    indices = torch.tensor([2, 0, 1], dtype=torch.int32, device=DEVICE)
     trees = TreeBuffers(3, budget, DEVICE)
-    build_trees(log_probs, turned.transpose(0, 1), slots, trees, board[:, 2:-2], num_depths)
-    for r, slot in enumerate((2, 0, 1)):
+    build_trees(log_probs, turned.transpose(0, 1), indices, trees, board[:, 2:-2], num_depths)
+    for r, index in enumerate((2, 0, 1)):
         tree = build_tree(values[r].numpy(), ids[r].numpy(), budget)
-        check_slot(trees, slot, tree)
+        check_index(trees, index, tree)
         assert board[r, 2:-2].tolist() == tree.tokens[1:].tolist()
     assert (board[:, :2] == -9).all() and (board[:, -2:] == -9).all()
 
@@ -227,15 +227,15 @@ def test_strided_inputs():
 def test_no_requests():
     trees = TreeBuffers(1, 3, DEVICE)
     empty = torch.zeros(0, 2, 2, device=DEVICE)
-    slots = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    build_trees(empty, empty.long(), slots, trees, slots.new_zeros(0, 3), 2)
+    indices = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    build_trees(empty, empty.long(), indices, trees, indices.new_zeros(0, 3), 2)
 
 
 def good_arguments():
     return {
         "log_probs": torch.zeros(2, 3, 4, device=DEVICE),
         "token_ids": torch.zeros(2, 3, 4, dtype=torch.int64, device=DEVICE),
-        "slots": torch.arange(2, device=DEVICE),
+        "indices": torch.arange(2, device=DEVICE),
         "trees": TreeBuffers(2, 5, DEVICE),
         "draft_tokens": torch.zeros(2, 5, dtype=torch.int64, device=DEVICE),
         "depth_limit": 3,
@@ -252,9 +252,9 @@ def good_arguments():
         ("log_probs", lambda t: t.new_zeros(2, 4, 3).mT),
         ("token_ids", lambda t: t[:1]),
         ("token_ids", lambda t: t.short()),
-        ("slots", lambda t: t[:1]),
-        ("slots", lambda t: t.float()),
-        ("slots", lambda t: t.new_zeros(4)[::2]),
+        ("indices", lambda t: t[:1]),
+        ("indices", lambda t: t.float()),
+        ("indices", lambda t: t.new_zeros(4)[::2]),
         ("draft_tokens", lambda t: t[:, :4]),
         ("draft_tokens", lambda t: t.int()),
         ("draft_tokens", lambda t: t.new_zeros(5, 2).T),
@@ -274,10 +274,10 @@ def test_arguments_that_do_not_fit(argument, change):
 def test_buffers_start_as_empty_trees(budget):
     trees = TreeBuffers(3, budget, DEVICE)
     assert trees.num_words == words(budget) == trees.masks.shape[2]
-    assert trees.chain.tolist() == [0, 0, 0]
+    assert trees.chain_only.tolist() == [0, 0, 0]
     empty = build_tree(np.full((1, 1), -INF, np.float32), np.zeros((1, 1), np.int64), budget)
-    for slot in range(3):
-        check_slot(trees, slot, empty)
+    for index in range(3):
+        check_index(trees, index, empty)
 
 
 def test_words():

@@ -93,7 +93,7 @@ def test_fields_of_a_tree_drawn_by_hand():
     ]
 
 
-def test_chain_is_the_spine():
+def test_chain_is_the_best_token_of_each_depth():
     log_probs = np.array([[-0.1, -0.2], [-5, -6], [-0.1, -0.1]], np.float32)
     ids = np.array([[1, 2], [3, 4], [5, 6]])
     tree = build_tree(log_probs, ids, budget=7, chain=True)

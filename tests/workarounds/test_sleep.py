@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ddtree import integration
-from vllm_ddtree.patches.hooks import is_ddtree
-from vllm_ddtree.workarounds import sleep
+from vllm_ddtree.patches import worker
 
 
 class DDTreeConfig:
@@ -46,19 +44,17 @@ def own(draft: Any) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def worker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's worker with a sleep that forgets all that is on the GPU, hooked."""
-    from vllm.v1.worker.gpu_worker import Worker
+def worker_class() -> Any:
+    """A worker with a sleep that forgets all that is on the GPU, as ours replace it."""
 
     def forget(self: Any, level: int = 1) -> None:
         draft = self.draft
         for tensor in (*own(draft), *draft.lm_head.parameters(), draft.kv_cache):
             tensor.data.fill_(float("nan"))
 
-    monkeypatch.setattr(Worker, "sleep", forget)
-    monkeypatch.setattr(Worker, "wake_up", lambda self, tags=None: None)
-    integration.hook_sleep(is_ddtree, sleep.keep, sleep.restore)
-    return Worker
+    return SimpleNamespace(
+        sleep=worker.sleep(forget), wake_up=worker.wake_up(lambda self, tags=None: None)
+    )
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"]])

@@ -6,67 +6,33 @@ backend; its implementation and metadata builder are replaced by subclasses. The
 are left alone.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
-from vllm.model_executor.layers.attention.attention import Attention
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionType
 
-from vllm_ddtree.attention.metadata import named_after, tree_builder
-from vllm_ddtree.attention.registry import (
-    CHOSEN_BACKENDS,
-    FP8_BACKENDS,
-    FP8_CACHES,
-    FP8_MLA_BACKENDS,
-    SUPPORTED_BACKENDS,
-    SUPPORTED_MLA_BACKENDS,
-    one_of,
-)
-from vllm_ddtree.attention.variant import variant_of
+from vllm_ddtree.attention.layer import variant_of
+from vllm_ddtree.attention.metadata.builders import named_after
+from vllm_ddtree.attention.metadata.plain import tree_builder
+from vllm_ddtree.attention.registry import BACKENDS
 from vllm_ddtree.round.runtime import Runtime
 
-
-def tree_impl(backend_name: str, window: int | None = None) -> tuple[type, str]:
-    """Tree-aware implementation class of a backend, and its form (for a layer's sliding window) in
-    words.
-    """
-    if backend_name == "FLASH_ATTN":
-        from vllm_ddtree.attention import prefix_pass
-        from vllm_ddtree.attention.backends import flash_attn as flash
-
-        return flash.TreeFlashAttentionImpl, prefix_pass.FORM if window else flash.FORM
-    if backend_name == "TRITON_ATTN":
-        from vllm_ddtree.attention.backends import triton_attn as triton
-
-        return triton.TreeTritonAttentionImpl, triton.FORM
-    if backend_name == "FLASHINFER":
-        from vllm_ddtree.attention import prefix_pass
-        from vllm_ddtree.attention.backends import flashinfer
-
-        return flashinfer.TreeFlashInferImpl, prefix_pass.FORM if window else flashinfer.FORM
-    if backend_name == "FLASH_ATTN_MLA":
-        from vllm_ddtree.attention.backends import flash_attn_mla
-
-        return flash_attn_mla.TreeFlashAttnMLAImpl, flash_attn_mla.FORM
-    if backend_name == "FLASHMLA":
-        from vllm_ddtree.attention.backends import flashmla
-
-        return flashmla.TreeFlashMLAImpl, flashmla.FORM
-    if backend_name == "TRITON_MLA":
-        from vllm_ddtree.attention.backends import triton_mla
-
-        return triton_mla.TreeTritonMLAImpl, triton_mla.FORM
-    from vllm_ddtree.attention.backends import cpu_attn as cpu
-
-    return cpu.TreeCPUAttentionImpl, cpu.FORM
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
 
 
 @functools.cache
-def tree_backend(base: type) -> type:
-    """The tree-aware form of an attention backend class; it keeps the backend's name."""
-    impl, _ = tree_impl(base.get_name())  # type: ignore[attr-defined]
+def tree_backend(base: type[AttentionBackend]) -> type[AttentionBackend]:
+    """The tree-aware form of an attention backend class; it keeps the backend's name.
+
+    Raises:
+        KeyError: trees cannot be verified on this backend.
+
+    """
+    impl = BACKENDS[base.get_name()].load()
     make_builder = getattr(impl, "tree_builder", tree_builder)
 
     class TreeBackend(base):
@@ -76,84 +42,12 @@ def tree_backend(base: type) -> type:
 
         @staticmethod
         def get_builder_cls() -> type:
-            return make_builder(base.get_builder_cls())  # type: ignore[attr-defined]
+            return make_builder(base.get_builder_cls())
 
     return named_after(base, TreeBackend)
 
 
-def _refuse(name: str, what: str, fix: str) -> ValueError:
-    return ValueError(f"method ddtree cannot verify trees in target layer {name}: {what}; {fix}")
-
-
-def _refuse_cache(name: str, layer: Any, caches: tuple[str, ...]) -> ValueError:
-    fix = "set --kv-cache-dtype to auto" + (" or fp8" if caches else "")
-    return _refuse(name, f"KV cache dtype {layer.kv_cache_dtype}", fix)
-
-
-def check_layer(name: str, layer: Any) -> None:
-    """Raise ValueError for a target layer whose attention cannot be a tree's."""
-    elsewhere = "use method dflash for this target"
-    if type(layer) is MLAAttention:
-        _check_latent_layer(name, layer)
-        return
-    # Subclasses (chunked, prefix-LM, static sinks ...) change what a row sees behind this layer.
-    if type(layer) is not Attention:
-        raise _refuse(
-            name,
-            f"{type(layer).__name__} is neither plain multi-head nor latent attention",
-            elsewhere,
-        )
-    impl: Any = layer.impl
-    if layer.attn_type != AttentionType.DECODER:
-        raise _refuse(name, f"attention type {layer.attn_type}", elsewhere)
-    backend = layer.attn_backend.get_name()
-    base = tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_BACKENDS else None
-    if base is None or not isinstance(impl, base):
-        raise _refuse(
-            name,
-            f"attention backend {backend}",
-            f"set --attention-backend to {one_of(CHOSEN_BACKENDS[:2])}",
-        )
-    if getattr(impl, "alibi_slopes", None) is not None:
-        raise _refuse(name, "ALiBi", elsewhere)
-    if getattr(impl, "chunk_lookback", -1) > -1:
-        raise _refuse(name, "chunked attention", elsewhere)
-    if layer.head_size_v != layer.head_size:
-        raise _refuse(name, "value heads of another size than key heads", elsewhere)
-    caches = FP8_CACHES if backend in FP8_BACKENDS else ()
-    if layer.kv_cache_torch_dtype != layer.dtype and layer.kv_cache_dtype not in caches:
-        raise _refuse_cache(name, layer, caches)
-    if layer.kv_sharing_target_layer_name is not None:
-        raise _refuse(name, "a KV cache shared with another layer", elsewhere)
-    if getattr(impl, "fa4_hd256", False):
-        raise _refuse(
-            name,
-            "FlashAttention 4 with heads of 256",
-            "set --attention-backend to TRITON_ATTN",
-        )
-
-
-def _check_latent_layer(name: str, layer: Any) -> None:
-    """`check_layer` of a layer with multi-head latent attention."""
-    elsewhere = "use method dflash for this target"
-    if getattr(layer, "use_sparse", False) or getattr(layer.impl, "is_sparse", False):
-        raise _refuse(name, "sparse latent attention (an indexer)", elsewhere)
-    backend = layer.attn_backend.get_name()
-    base = tree_impl(backend)[0].__bases__[-1] if backend in SUPPORTED_MLA_BACKENDS else None
-    if base is None or type(layer.impl) is not base:
-        raise _refuse(
-            name,
-            f"attention backend {backend}",
-            f"set --attention-backend to {one_of(SUPPORTED_MLA_BACKENDS)}",
-        )
-    if layer.sliding_window is not None:
-        raise _refuse(name, "latent attention with a sliding window", elsewhere)
-    caches = FP8_CACHES if backend in FP8_MLA_BACKENDS else ()
-    if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16", *caches):
-        raise _refuse_cache(name, layer, caches)
-
-
-def _layers(vllm_config: Any, draft: bool) -> dict[str, Any]:
+def _layers(vllm_config: VllmConfig, draft: bool) -> dict[str, AttentionLayerBase]:
     layers = vllm_config.compilation_config.static_forward_context
     return {
         name: layer
@@ -162,36 +56,32 @@ def _layers(vllm_config: Any, draft: bool) -> dict[str, Any]:
     }
 
 
-def target_layers(vllm_config: Any) -> dict[str, Any]:
+def target_layers(vllm_config: VllmConfig) -> dict[str, AttentionLayerBase]:
     """The target's attention layers by name."""
     return _layers(vllm_config, draft=False)
 
 
-def draft_layers(vllm_config: Any) -> frozenset[str]:
+def draft_layers(vllm_config: VllmConfig) -> frozenset[str]:
     """Names of the drafter's attention layers, which are loaded after the target's."""
     return frozenset(_layers(vllm_config, draft=True))
 
 
-def install_tree_attention(vllm_config: Any, runtime: Runtime) -> str:
+def install_tree_attention(vllm_config: VllmConfig, runtime: Runtime) -> str:
     """Make every attention layer of the target tree-aware.
 
-    Returns:
-        The attention form in words, for the start-up line.
+    Each of them can verify trees: `config.loaded_target.check_loaded_target` has looked at it.
 
-    Raises:
-        ValueError: a layer cannot verify trees; one line with layer, reason and fix.
+    Returns:
+        How the layers verify trees, in words, for the start-up line.
 
     """
-    layers = target_layers(vllm_config)
-    for name, layer in layers.items():
-        check_layer(name, layer)
-    forms = set()
-    for layer in layers.values():
-        impl, form = tree_impl(layer.attn_backend.get_name(), layer.sliding_window)
+    words = set()
+    for layer in target_layers(vllm_config).values():
+        row = BACKENDS[layer.attn_backend.get_name()]
+        words.add(row.words_of(layer.sliding_window))
         layer.attn_backend = tree_backend(layer.attn_backend)
-        layer.impl.__class__ = impl
+        layer.impl.__class__ = row.load()
         layer.impl.tree_runtime = runtime
-        if not isinstance(layer, MLAAttention):
+        if not row.latent:
             layer.impl.tree_variant = variant_of(layer, runtime.max_depth)
-        forms.add(form)
-    return ", ".join(sorted(forms))
+    return ", ".join(sorted(words))

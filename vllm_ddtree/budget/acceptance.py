@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many nodes a budget accepts: the trees' own path probabilities, corrected by what is seen.
 
-A best-first tree of n nodes is the first n nodes of every larger one, so one count by row serves
-all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summed. A row's chance
-is its mean path probability times a correction, observed over predicted acceptance, by ranges of
-rows, in the rounds that verified them. Ranges that no round has verified lately take the correction
-of the range before. A chain's rows are the depths of the most probable path; their first correction
-is that of the trees. Path probabilities are those of the longest drafts alone, which may be few of
-the rounds (proposer/reach.py).
+A best-first tree of n nodes is the first n nodes of every larger one. So one count by row serves
+all budgets: the accepted nodes of budget n are the chances of rows 1 to n, summed.
+
+A row's chance is its mean path probability times a correction: observed over predicted acceptance
+in the rounds that verified the row, by ranges of rows. A range that no round has verified lately
+takes the correction of the range before it.
+
+The rows of a chain are the depths of the most probable path; their first correction is that of the
+trees. Path probabilities come from drafts of the longest reach only, which may be few of the rounds
+(proposer/reach.py).
 """
 
 import itertools
 import math
 from collections.abc import Sequence
 
-from vllm_ddtree.round.meter import ONE, Counts
+from vllm_ddtree.round.meter import ONE, Reading
 
 RANGES = ((1, 1), (2, 3), (4, 5), (6, 7), (8, 11), (12, 15), (16, 23), (24, 31), (32, 255))
 """First and last row of each range with a correction of its own."""
@@ -25,8 +28,8 @@ CHAIN_PRIOR = 0.85
 PRIOR_ROUNDS = 50
 """Rounds that count as much as what was known before them."""
 FADE = 0.97
-"""Weight that is left, after a look at the meter that finds no new round, of what was known: while
-nothing is drafted it fades to the prior, so that drafting is tried again."""
+"""Weight that what was known keeps when a look at the meter finds no new round. So while nothing is
+drafted, it fades to the prior, and drafting is tried again."""
 WINDOW = 4000
 """Rounds (of one request) over which counts are averaged."""
 
@@ -49,10 +52,10 @@ class Acceptance:
 
     def __init__(self, max_depth: int = 255) -> None:
         self._max_depth = max_depth
-        self._last: Counts = []
+        self._last: Reading = []
         self._trees = self._rounds = 0.0
 
-    def update(self, counts: Counts) -> None:
+    def update(self, counts: Reading) -> None:
         """Take the meter's counts since the engine's start (`Meter.read`)."""
         if not self._last:
             self._last = [[0] * len(row) for row in counts]
@@ -88,7 +91,7 @@ class Acceptance:
 
 
 def _rounds(counts: Sequence[Sequence[float]]) -> float:
-    """Rounds that counts are of: trees built, or rounds verified where those are more."""
+    """Rounds behind the counts: trees built, or rounds verified if those are more."""
     return max(counts[0][0], counts[1][0] + counts[4][0]) / ONE
 
 
@@ -96,9 +99,9 @@ def _corrected(sums: list[list[float]], budget: int, correction: float) -> tuple
     """Accepted nodes of `budget`: after correction, and by the path probabilities alone.
 
     Args:
-        sums: probability built, probability verified, accepted, by row (budget/meter.py).
+        sums: probability built, probability verified, accepted, by row (round/meter.py).
         budget: nodes.
-        correction: of what has not been verified.
+        correction: for rows before any was verified.
 
     """
     probability, verified, accepted = sums

@@ -1,43 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """The budget that gives most tokens a second at a number of running requests.
 
-Tokens a round are 1 + the accepted nodes expected of a budget (`acceptance.py`), milliseconds a
-round are measured (`cost.py`). Both follow what the server's own requests show.
+A round of a budget gives 1 + its expected accepted nodes (`acceptance.py`) tokens and takes a
+measured time (`cost.py`). Both follow what the server's own requests show.
 """
+
+from __future__ import annotations
 
 import itertools
 import time
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
 from vllm_ddtree import integration
 from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.cost import Costs
-from vllm_ddtree.graphs.chains import ask_for_chains, asks_for_chains
-from vllm_ddtree.round.meter import Counts, read_meter
+from vllm_ddtree.budget.tiers import TIERS, chain_budget
+from vllm_ddtree.round.marks import ask_for_chains, asks_for_chains
+from vllm_ddtree.round.meter import Reading, read_meter
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor import Executor
 
 logger = init_logger("vllm.ddtree")
 
-TIERS = (63, 31, 23, 15, 11, 7, 5, 3, 1, 0)
-"""Budgets to choose from; vLLM captures graphs for each."""
-CHAINS = (15, 7)
-"""Budgets that may also be verified as a chain, the drafter's best token at each depth, by the
-backend's own causal attention: the largest that the drafter reaches, as graphs take memory."""
-SCHEDULE = [(1, 2, 63), (3, 8, 31), (9, 16, 15), (17, 64, 7), (65, 128, 3), (129, 4096, 0)]
-"""(first, last running request, budget) until the machine has been measured."""
 READ_EVERY = 32
 """Steps between two looks at the meter."""
 READ_AFTER = 4
-"""Steps until an answer is taken: by then every call before it has been answered, so that taking
-it waits for nothing."""
+"""Steps until the meter's answer is taken. By then every call before it has been answered, so
+taking it waits for nothing."""
 STEADY = 2
-"""Like steps before one whose time counts. Where requests come and go the host's work shows, and
-outputs come in bunches."""
+"""Equal steps that come before one whose time counts. When requests come and go, the host's work
+shows in a step's time, and outputs come in bunches."""
 MARGIN = 1.02
-"""A budget gives way only to one that is better by this factor, so that noise does not switch
-it."""
+"""Only a budget that is better by this factor replaces another one: noise does not switch it."""
 SAY_EVERY = 60.0
 """Seconds between two log lines about the schedule."""
 
@@ -48,11 +48,6 @@ class Choice(NamedTuple):
     nodes: int
     chain: bool
     """Whether the nodes are verified as a chain."""
-
-
-def chain_budget(max_depth: int) -> int | None:
-    """Nodes of the chain beside the trees of a drafter that reaches `max_depth`; None: no chain."""
-    return next((budget for budget in CHAINS if budget <= max_depth), None)
 
 
 class AutoBudget:
@@ -105,7 +100,7 @@ class AutoBudget:
             if ms is not None:
                 rates[choice] = self._tokens[choice] / ms
         if not rates:
-            # Beyond every graph the widest batch with one is the guide.
+            # No graph holds so many requests: the largest batch with one is the guide.
             return self.choice(max(n for _, n in self.costs.rounds))
         best = max(rates, key=lambda choice: rates[choice])
         present = self._chosen.get(num_reqs)
@@ -114,7 +109,7 @@ class AutoBudget:
         return best
 
     def ranges(self) -> list[tuple[int, int, int | str]]:
-        """(first, last, budget), as `budget_per_batch_size` has it; "chain of n" for chains."""
+        """(first, last, budget), as in `budget_per_batch_size`; "chain of n" for chains."""
         found: list[tuple[int, int, int | str]] = []
         for (budget, chain), group in itertools.groupby(range(1, self._size), key=self.choice):
             members = list(group)
@@ -131,18 +126,18 @@ class Watch:
 
     """
 
-    def __init__(self, auto: AutoBudget, executor: Any) -> None:
+    def __init__(self, auto: AutoBudget, executor: Executor) -> None:
         self.auto = auto
         self._executor = executor
         self._steps = 0
         self._last = 0.0
-        self._like: tuple[int, int, bool] | None = None
-        self._run = 0
-        self._answer: Future[list[Counts]] | None = None
+        self._like: tuple[int, int, bool] | None = None  # what the step before was
+        self._run = 0  # steps like it in a row
+        self._answer: Future[list[Reading]] | None = None
         self._said = (0.0, auto.ranges())
 
-    def scheduled(self, scheduler_output: Any) -> None:
-        """A step is about to run: is it one of trees or one of chains?"""
+    def scheduled(self, scheduler_output: SchedulerOutput) -> None:
+        """A step is about to run: mark it as one of trees or one of chains."""
         lengths = scheduler_output.num_scheduled_tokens
         if len(lengths) > 0:
             rows, chain = max(lengths.values()), False
@@ -150,11 +145,11 @@ class Watch:
                 chain = self.auto.choice(len(lengths)) == (rows - 1, True)
             ask_for_chains(scheduler_output, chain)
 
-    def step(self, scheduler_output: Any, now: float) -> None:
+    def step(self, scheduler_output: SchedulerOutput, now: float) -> None:
         """A step's output has come, at `now` seconds.
 
-        Like steps follow one another without a pause, so the time since the one before is the
-        step's own.
+        Equal steps follow one another without a pause. So the time since the step before is the
+        step's own time.
         """
         like = _round_of(scheduler_output)
         self._run = self._run + 1 if like is not None and like == self._like else 0
@@ -182,8 +177,8 @@ class Watch:
         self._said = now, ranges
 
 
-def _round_of(scheduler_output: Any) -> tuple[int, int, bool] | None:
-    """(nodes, requests, whether as chains) of a step in which all verify alike, else None."""
+def _round_of(scheduler_output: SchedulerOutput) -> tuple[int, int, bool] | None:
+    """(nodes, requests, whether as chains) of a step; None unless all requests verify alike."""
     lengths = scheduler_output.num_scheduled_tokens
     if not lengths:
         return None
@@ -194,14 +189,15 @@ def _round_of(scheduler_output: Any) -> tuple[int, int, bool] | None:
     return rows - 1, len(lengths), asks_for_chains(scheduler_output)
 
 
-def attach(engine_core: Any, costs: Costs) -> integration.Observer | None:
-    """Let a scheduler choose its budgets, and say what was measured.
-
-    What is returned lets the choice follow the steps.
+def attach(engine_core: EngineCore, costs: Costs) -> integration.Observer | None:
+    """Let a scheduler choose its budgets, and log what was measured.
 
     Args:
         engine_core: vLLM's EngineCore, ready to serve.
-        costs: measured by the workers; the first rank's.
+        costs: measured by the first rank's worker.
+
+    Returns:
+        An observer by which the choice follows the steps; None without graphs.
 
     """
     scheduler, config = engine_core.scheduler, engine_core.vllm_config
@@ -214,14 +210,7 @@ def attach(engine_core: Any, costs: Costs) -> integration.Observer | None:
         return None
     auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.max_depth)
     watch = Watch(auto, engine_core.model_executor)
-    schedule = scheduler.schedule
-
-    def schedule_choices(*args: Any, **kwargs: Any) -> Any:
-        scheduler_output = schedule(*args, **kwargs)
-        watch.scheduled(scheduler_output)
-        return scheduler_output
-
-    scheduler.schedule = schedule_choices
+    integration.follow(scheduler).scheduled.append(watch.scheduled)
     scheduler.dynamic_sd_lookup = auto
     chain = chain_budget(spec.max_depth)
     for num_reqs in (1, 8, 32, 128):

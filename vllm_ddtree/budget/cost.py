@@ -3,9 +3,11 @@
 
 After the CUDA graphs are captured, a dummy round of every captured shape is run and timed: target
 forward, logits, draft. All ranks measure at the same time and in the same order, so that
-collectives meet. Dummy rounds have next to no context, and a machine under load clocks lower, so
-the scheduler corrects them.
+collectives meet. Dummy rounds have next to no context, and a machine under load clocks lower. So
+the scheduler corrects the measured times by those of the rounds served.
 """
+
+from __future__ import annotations
 
 import bisect
 import itertools
@@ -13,12 +15,16 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_ddtree import integration
-from vllm_ddtree.graphs.chains import ask_for_chains
+from vllm_ddtree.round.marks import ask_for_chains
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 
 WARM_UP = 2
 REPEATS = 5
@@ -29,7 +35,7 @@ WINDOW = 40
 FAR = 1.25
 """How far from the mean a round is taken to be at most."""
 MEMORY = 2000
-"""Rounds after which a third is left of what a shape showed: contexts grow and shrink meanwhile."""
+"""Rounds after which a third of what a shape showed is left: contexts grow and shrink meanwhile."""
 
 Shape = tuple[int, int]
 """(rows a request, requests) of a captured graph."""
@@ -44,7 +50,7 @@ class Costs:
     chains: dict[Shape, float] = field(default_factory=dict)
     """The same of rounds that verify chains, where there are graphs for them."""
     _observed: dict[tuple[Shape, bool], tuple[int, float, int]] = field(default_factory=dict)
-    """Rounds seen, their mean time over the measured one, and when the last one was."""
+    """Rounds seen, their mean time over the measured time, and when the last one was."""
     _near: dict[int, float] = field(default_factory=dict)
     """The latest such mean, by the power of two above the shape's tokens."""
     _latest: float = 1.0
@@ -72,7 +78,7 @@ class Costs:
         return None if shape is None else (self.chains if chain else self.rounds).get(shape)
 
     def observe(self, budget: int, num_reqs: int, ms: float, chain: bool = False) -> None:
-        """A round took `ms`. What cannot be a round's time (a pause, a burst) is not counted."""
+        """A round took `ms`. A time that no round can take (a pause, a burst) is not counted."""
         shape = self.shape(budget, num_reqs)
         measured = self._measured(shape, chain)
         if shape is None or measured is None or not 0.5 < ms / measured < 4.0:
@@ -82,7 +88,7 @@ class Costs:
             count, _, weight = self._remembered(shape, chain)
             mean = self._correction(shape, chain)
         count = round(weight * count) + 1
-        # The last step before a request ends comes late: no single round moves the mean far.
+        # The last step before a request ends comes late: no round alone moves the mean far.
         ratio = min(max(ms / measured, mean / FAR), mean * FAR)
         mean += (ratio - mean) / min(count + START_WEIGHT, WINDOW)
         self._clock += 1
@@ -90,7 +96,7 @@ class Costs:
         self._near[_size(shape)] = self._latest = mean
 
     def _remembered(self, shape: Shape, chain: bool) -> tuple[int, float, float]:
-        """Rounds observed, their mean, and what of that is left by now."""
+        """Rounds observed, their mean, and the weight that is left of that by now."""
         count, mean, last = self._observed[shape, chain]
         return count, mean, math.exp((last - self._clock) / MEMORY)
 
@@ -110,7 +116,7 @@ def _size(shape: Shape) -> int:
     return (shape[0] * shape[1] - 1).bit_length()
 
 
-def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
+def _round(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> None:
     """One dummy round, with no live tree in it."""
     state, logits = integration.dummy_step(
         runner, num_reqs, rows, lambda output: ask_for_chains(output, chain)
@@ -125,13 +131,16 @@ def _round(runner: Any, rows: int, num_reqs: int, chain: bool) -> None:
 
 
 def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:
-    """The shapes by tokens, without those of more requests than the draft's buffers hold: vLLM
-    never lets so many run (`max_num_active_seqs`)."""
+    """The shapes in order of tokens.
+
+    Shapes of more requests than the draft's buffers hold are left out: vLLM never lets so many run
+    (`max_num_active_seqs`).
+    """
     fitting = {(rows, n) for rows, n in shapes if rows == 1 or n <= max_drafts}
     return sorted(fitting, key=lambda shape: (shape[0] * shape[1], shape))
 
 
-def _time(runner: Any, rows: int, num_reqs: int, chain: bool) -> float:
+def _time(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> float:
     """Milliseconds of a dummy round."""
     for _ in range(WARM_UP):
         _round(runner, rows, num_reqs, chain)
@@ -145,10 +154,10 @@ def _time(runner: Any, rows: int, num_reqs: int, chain: bool) -> float:
 
 
 @torch.inference_mode()
-def measure(worker: Any) -> Costs:
-    """Time a round of every shape that a worker has a FULL graph for. Before the first request.
+def measure(worker: Worker) -> Costs:
+    """Time a round of every shape that a worker has a FULL graph for, before the first request.
 
-    The number of repeats is the same on all ranks: it follows from the shapes alone.
+    All ranks repeat a round equally often: the number follows from the shapes alone.
     """
     runner = worker.model_runner
     costs = Costs()
@@ -172,7 +181,7 @@ def measure(worker: Any) -> Costs:
             costs.rounds[shape] = _time(runner, *shape, chain=False)
             if shape in chains:
                 costs.chains[shape] = _time(runner, *shape, chain=True)
-    # Dummy rounds name request slots: leave no tree in them, and no counts.
+    # Dummy rounds name indices of requests: leave no trees there, and no counts.
     runtime = runner.model_state.runtime
     runtime.trees.parents.fill_(-1)
     runtime.meter.reset()

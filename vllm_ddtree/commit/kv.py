@@ -11,20 +11,25 @@ from collections.abc import Sequence
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.round.paths import Paths
+
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class KVCompactor:
     """Compacts all layers of one KV cache group in one launch.
 
-    caches  per layer [num_blocks, Hkv, block_size, C], C = keys and values of one slot and head;
-            equal shape, strides and dtype, any strides but the innermost, which is 1. Layers that
-            share a cache may be listed several times: each cache is moved once.
+    Elements are moved bit by bit, as the widest integers that the layout allows. The compactor
+    keeps the caches alive.
 
-    Elements are moved bit by bit, as the widest integers that the layout allows. The caches must
-    outlive the compactor (it keeps them alive).
+    Args:
+        caches: per layer [num_blocks, Hkv, block_size, C], C = keys and values of one slot and
+            head; equal shape, strides and dtype; any strides but the innermost, which is 1. Layers
+            that share a cache may be listed several times: each cache is moved once.
 
-    Raises ValueError for no caches, or caches that differ or are not contiguous innermost.
+    Raises:
+        ValueError: there is no cache, or caches differ or are not contiguous innermost.
+
     """
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
@@ -48,7 +53,7 @@ class KVCompactor:
         size = first.element_size()
         extents = [num_elements * size, *(stride * size for stride in first.stride()[:3]), *unique]
         self.word_size = word = next(
-            width for width in _WORDS if all(extent % width == 0 for extent in extents)
+            word for word in _WORDS if all(extent % word == 0 for extent in extents)
         )
         self._word_dtype = getattr(tl, str(_WORDS[word]).removeprefix("torch."))
         self._num_words = num_elements * size // word
@@ -60,19 +65,20 @@ class KVCompactor:
         slot_mapping: torch.Tensor,
         query_start_loc: torch.Tensor,
         tail_lens: torch.Tensor,
-        path_rows: torch.Tensor,
-        path_lens: torch.Tensor,
+        paths: Paths,
         num_reqs: int,
     ) -> None:
-        """Copy the KV of tree row path_rows[r, j] to the slot of tree row j, for every path row.
-
-        slot_mapping     int64 [T]                slot of each row in this group; negative: none
-        query_start_loc  int32 [>= num_reqs + 1]
-        tail_lens        int32 [>= num_reqs]      tree rows at the end of each request, 0: no tree
-        path_rows        int32 [>= num_reqs, P]   strictly ascending tree rows, path_rows[r, 0] = 0
-        path_lens        int32 [>= num_reqs]      rows of the path, the root included
+        """Copy the KV of tree row `paths.rows[r, j]` to the slot of tree row j, for every path row.
 
         Rows that stay in place, and rows without a slot, are neither read nor written.
+
+        Args:
+            slot_mapping: int64 [num_tokens], KV slot of each row in this group; negative: none.
+            query_start_loc: int32 [num_reqs + 1 or more], first row of each request.
+            tail_lens: int32 [num_reqs or more], tree rows at the end of each request; 0: no tree.
+            paths: of the batch; the tree rows of a path ascend strictly, from 0.
+            num_reqs: requests of the batch.
+
         """
         if num_reqs == 0:
             return
@@ -82,22 +88,23 @@ class KVCompactor:
             slot_mapping,
             query_start_loc,
             tail_lens,
-            path_rows,
-            path_lens,
+            paths.rows,
+            paths.lens,
             *self._strides,
-            path_rows.stride(0),
+            paths.rows.stride(0),
             WORD=self._word_dtype,
             BLOCK_SIZE=self.block_size,
             NUM_WORDS=self._num_words,
             BLOCK_WORDS=triton.next_power_of_2(self._num_words),
-            PATH_BLOCK=min(16, triton.next_power_of_2(path_rows.shape[1])),
+            PATH_BLOCK=min(16, triton.next_power_of_2(paths.rows.shape[1])),
             num_warps=4,
         )
 
 
 def with_heads(cache: torch.Tensor) -> torch.Tensor:
-    """A cache [num_blocks, Hkv, block_size, C]; of multi-head latent attention, which has no
-    dimension of heads, with one head.
+    """A cache as [num_blocks, Hkv, block_size, C].
+
+    A cache of multi-head latent attention has no dimension of heads: it gets one of one head.
     """
     return cache if cache.dim() == 4 else cache.unsqueeze(1)
 
@@ -112,16 +119,16 @@ def make_compactors(caches: Sequence[torch.Tensor]) -> list[KVCompactor]:
 
 @triton.jit
 def _compact_kernel(
-    pointers,  # [num_caches]
-    slot_mapping,  # [T]
-    query_start_loc,  # [R + 1]
-    tail_lens,  # [R]
-    path_rows,  # [R, P]
-    path_lens,  # [R]
+    caches_ptr,  # int64 [num_caches], address of each cache
+    slot_mapping_ptr,  # [T]
+    query_start_loc_ptr,  # [R + 1]
+    tail_lens_ptr,  # [R]
+    path_rows_ptr,  # [R, P]
+    path_lens_ptr,  # [R]
     stride_b,  # strides of the caches, in words
     stride_h,
     stride_s,
-    path_stride,
+    path_rows_stride,
     WORD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_WORDS: tl.constexpr,
@@ -129,17 +136,17 @@ def _compact_kernel(
     PATH_BLOCK: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
-    tail_len = tl.load(tail_lens + req)
-    path_len = tl.minimum(tl.load(path_lens + req), tail_len)
+    tail_len = tl.load(tail_lens_ptr + req)
+    path_len = tl.minimum(tl.load(path_lens_ptr + req), tail_len)
     if path_len <= 1:
         return
     # The path ascends strictly: if its last row is in place, all are.
-    if tl.load(path_rows + req * path_stride + path_len - 1) == path_len - 1:
+    if tl.load(path_rows_ptr + req * path_rows_stride + path_len - 1) == path_len - 1:
         return
 
-    cache = tl.cast(tl.load(pointers + tl.program_id(1)), tl.pointer_type(WORD))
+    cache = tl.cast(tl.load(caches_ptr + tl.program_id(1)), tl.pointer_type(WORD))
     cache += tl.program_id(2).to(tl.int64) * stride_h
-    root = (tl.load(query_start_loc + req + 1) - tail_len).to(tl.int64)
+    root = (tl.load(query_start_loc_ptr + req + 1) - tail_len).to(tl.int64)
     word = tl.arange(0, BLOCK_WORDS)
 
     # The source of one row can be the destination of a later one (paths 0 2 4: row 2 moves to 1,
@@ -150,10 +157,10 @@ def _compact_kernel(
     for first in range(0, path_len, PATH_BLOCK):
         target = first + tl.arange(0, PATH_BLOCK)
         in_path = target < path_len
-        source = tl.load(path_rows + req * path_stride + target, mask=in_path, other=0)
+        source = tl.load(path_rows_ptr + req * path_rows_stride + target, mask=in_path, other=0)
         moves = in_path & (source != target)
-        source_slot = tl.load(slot_mapping + root + source, mask=moves, other=-1)
-        target_slot = tl.load(slot_mapping + root + target, mask=moves, other=-1)
+        source_slot = tl.load(slot_mapping_ptr + root + source, mask=moves, other=-1)
+        target_slot = tl.load(slot_mapping_ptr + root + target, mask=moves, other=-1)
         moves = moves & (source_slot >= 0) & (target_slot >= 0)
         in_tile = moves[:, None] & (word[None, :] < NUM_WORDS)
         source_offset = source_slot // BLOCK_SIZE * stride_b + source_slot % BLOCK_SIZE * stride_s

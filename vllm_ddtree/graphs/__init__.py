@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs: which batches have one, and in which form."""

@@ -1,58 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify graphs in a second form: chains, by the attention backend's own causal attention.
+"""A second set of verify graphs, in which steps of trees are verified as chains.
 
-A graph has its attention captured in it, so a batch that may be verified as trees and as chains has
-a graph for each. The scheduler says with each step which form it wants.
+A CUDA graph has its attention captured in it: the tree kernels, or the backend's own causal
+attention for chains. So a batch that may be verified in either form has a graph for each. The
+scheduler says with each step which form it wants (round/marks.py).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm_ddtree import integration
-from vllm_ddtree.round.runtime import Runtime
 
-_ASKED = "ddtree_chains"
+if TYPE_CHECKING:
+    from torch.cuda import CUDAGraph
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-
-def ask_for_chains(scheduler_output: Any, chain: bool) -> None:
-    """Mark a step, whose requests all verify trees of the same size, to be verified as chains."""
-    setattr(scheduler_output, _ASKED, chain)
+    from vllm_ddtree.round.runtime import Runtime
 
 
-def asks_for_chains(scheduler_output: Any) -> bool:
-    """Whether a step is marked so."""
-    return getattr(scheduler_output, _ASKED, False)
-
-
-class GraphsByForm(dict[Any, Any]):
-    """vLLM's graphs by descriptor (`CudaGraphManager.graphs`), and the chains' beside them.
+class GraphsByForm(dict["BatchExecutionDescriptor", "CUDAGraph"]):
+    """vLLM's graphs by descriptor (`CudaGraphManager.graphs`), and the chains' graphs beside them.
 
     Args:
-        trees: the graphs of trees and of everything else.
-        chains: graphs of some of the same descriptors.
-        runtime: whose step in progress says which is replayed.
+        trees: graphs of trees and of everything else.
+        chains: graphs of chains, for some of the same descriptors.
+        runtime: the engine's; its step in progress says which form is replayed.
 
     """
 
-    def __init__(self, trees: dict[Any, Any], chains: dict[Any, Any], runtime: Runtime) -> None:
+    def __init__(
+        self,
+        trees: dict[BatchExecutionDescriptor, CUDAGraph],
+        chains: dict[BatchExecutionDescriptor, CUDAGraph],
+        runtime: Runtime,
+    ) -> None:
         super().__init__(trees)
         self.chains = chains
         self._runtime = runtime
 
-    def __getitem__(self, desc: Any) -> Any:
+    def __getitem__(self, desc: BatchExecutionDescriptor) -> CUDAGraph:
         if self._runtime.step.as_chains:
             return self.chains[desc]
         return super().__getitem__(desc)
 
 
 def capture_chains(
-    manager: Any, runtime: Runtime, budget: int, capture: Callable[[], None]
+    manager: ModelCudaGraphManager, runtime: Runtime, budget: int, capture: Callable[[], None]
 ) -> None:
     """Capture the verify graphs of a budget once more, as chains.
 
     Args:
-        manager: vLLM's CudaGraphManager of the target, its graphs captured.
-        runtime: of the engine.
+        manager: vLLM's graphs of the target, captured.
+        runtime: the engine's.
         budget: nodes of the chain.
         capture: captures every graph that the manager describes.
 
@@ -62,6 +63,7 @@ def capture_chains(
     if not wanted:
         return
     if integration.estimates_memory(manager):
+        # Nothing is replayed: the second set only has to be counted.
         full.extend(wanted)
         return
     runtime.chains_asked = True

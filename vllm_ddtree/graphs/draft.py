@@ -2,7 +2,6 @@
 """CUDA graphs of the draft forward, sized in draft blocks."""
 
 import copy
-from typing import Any
 
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
@@ -10,16 +9,17 @@ from vllm_ddtree.graphs.sizes import draft_sizes
 
 
 class DraftGraphManager(DFlashCudaGraphManager):
-    """vLLM's DFlash graph manager with capture sizes of its own.
+    """vLLM's DFlash graph manager (spec_decode/dflash/cudagraph.py) with capture sizes of its own.
 
-    vLLM rounds the verify step's sizes to whole draft blocks, so that a draft batch above the
-    verify step's token ceiling runs without a graph even where the verify step, with fewer nodes,
-    has one.
+    vLLM rounds the verify step's sizes to whole draft blocks. A draft has more tokens a request
+    than a verify step of few nodes, so a batch may have a verify graph and yet be too large for any
+    draft graph. Sizes counted in draft blocks close that gap.
     """
 
     def _init_candidates(self) -> None:
-        shared: Any = self.vllm_config.compilation_config
-        own: Any = copy.copy(shared)
+        """List what to capture, by our sizes in place of the verify step's."""
+        shared = self.vllm_config.compilation_config
+        own = copy.copy(shared)
         own.cudagraph_capture_sizes = draft_sizes(
             self.decode_query_len,
             self.max_num_reqs,

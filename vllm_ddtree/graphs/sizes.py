@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which batches get a CUDA graph, counted in requests.
 
-Draft and verify have different token counts a request (block size, budget + 1). Each has a plan
-of its own, so that neither leaves holes in the other.
+A request has block size tokens in a draft and budget + 1 in a verify step. Each has a plan of its
+own, so that neither leaves holes in the other.
 """
 
 MAX_VERIFY_TOKENS = 2048
-"""Widest captured verify batch of a given budget."""
+"""Tokens of the largest captured verify batch, for given budgets."""
 MAX_AUTO_TOKENS = 1024
-"""Widest captured verify batch of `"budget": "auto"`, which has other budgets for wider ones."""
+"""Tokens of the largest captured verify batch of `"budget": "auto"`, which has smaller budgets for
+more requests."""
 MAX_DRAFT_TOKENS = 2048
-"""Widest captured draft batch. Its logits stay in the graphs' memory pool: at a vocabulary of 152k
-in half precision 0.3 MB a token."""
+"""Tokens of the largest captured draft batch. Its logits stay in the graphs' memory pool: 0.3 MB a
+token for a vocabulary of 152k in half precision."""
 
 
 def request_counts(limit: int) -> list[int]:
-    """Request counts with a graph, up to `limit`: dense where padding costs most.
+    """Request counts with a graph, up to `limit`; dense where padding costs most.
 
-    The steps are those of vLLM's own plan (config/vllm.py, `_set_cudagraph_sizes`).
+    The steps between them are those of vLLM's own plan (config/vllm.py, `_set_cudagraph_sizes`).
     """
     counts = {1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16), limit}
     return sorted(n for n in counts if n <= limit)
@@ -28,7 +29,8 @@ def draft_sizes(
 ) -> list[int]:
     """Capture sizes of the draft forward, in tokens, each a whole number of blocks.
 
-    No batch above `MAX_DRAFT_TOKENS` is captured, unless the verify step's own ceiling is higher.
+    The largest captured batch has `MAX_DRAFT_TOKENS`, or as many tokens as that of the verify step
+    if those are more.
 
     Args:
         block_size: query tokens a request.
@@ -50,10 +52,10 @@ def draft_sizes(
 def auto_sizes(largest: int, rows: list[int], limit: int) -> list[int]:
     """Capture sizes of the verify step, in tokens, for `"budget": "auto"`.
 
-    Its budgets + 1 are 2^k or 3 * 2^k, so sizes of that form serve 1, 2, 3, 4, 6, 8, 12, ...
-    requests at each of them with few graphs, where a dense plan would capture every multiple of 8
-    for every budget. The most requests that may run have graphs of their own, for no wider graph is
-    captured.
+    Its budgets + 1 are 2^k or 3 * 2^k. So sizes of that kind serve 1, 2, 3, 4, 6, 8, 12, ...
+    requests of each budget with few graphs; a dense plan would capture every multiple of 8 for
+    every budget. The most requests that may run have graphs of their own, because no larger batch
+    is captured.
 
     Args:
         largest: ceiling, tokens.
@@ -69,8 +71,8 @@ def auto_sizes(largest: int, rows: list[int], limit: int) -> list[int]:
 def verify_sizes(own: list[int], tiers: list[tuple[int, int]], largest: int) -> list[int]:
     """Capture sizes of the verify step, in tokens, for given budgets.
 
-    vLLM's plan ends at 512 tokens on most GPUs (config/vllm.py, `_set_cudagraph_sizes`), which is
-    16 requests of budget 31.
+    vLLM's plan ends at 512 tokens on most GPUs (config/vllm.py, `_set_cudagraph_sizes`): 16
+    requests of budget 31.
 
     Args:
         own: vLLM's sizes.

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention backends: which one vLLM takes, and what it plans and reserves for it."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
 
 
 def reserve_mla_workspace(
@@ -51,3 +57,23 @@ def target_backend(vllm_config: Any, asked: str | None) -> str | None:
 def plans_ahead(builder: type) -> bool:
     """Whether a metadata builder plans its kernel's work (FlashAttention's scheduler metadata)."""
     return hasattr(builder, "_get_scheduler_metadata")
+
+
+def quant_scales(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales of a layer's queries, keys and values: float32, one element each, or Hkv."""
+    return layer._q_scale, layer._k_scale, layer._v_scale
+
+
+def latent_scale(layer: Any) -> torch.Tensor:
+    """The scale of a layer's latent cache: float32, one element."""
+    return layer._k_scale
+
+
+def host_cache_scales(layer: Any) -> tuple[float, float]:
+    """A layer's scales of keys and values as numbers on the host: one for all heads."""
+    return layer._k_scale_float, layer._v_scale_float
+
+
+def impl_config(impl: Any) -> VllmConfig:
+    """The configuration that TRITON_MLA's implementation was made with (vLLM 0.33)."""
+    return impl._vllm_config

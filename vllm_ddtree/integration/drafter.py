@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM reads from a drafter's configuration."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 
@@ -19,3 +21,14 @@ def mask_token_id(hf_config: Any) -> int | None:
         return get_parallel_drafting_token_id(hf_config)
     except ValueError:
         return None
+
+
+def checkpoint_config(model: str, revision: str | None) -> dict[str, Any]:
+    """A checkpoint's config.json as it stands on this machine, empty if it is not here.
+
+    vLLM's own reading leaves out keys that it does not know (transformers_utils/configs/).
+    """
+    from vllm.transformers_utils.repo_utils import try_get_local_file
+
+    path = try_get_local_file(model, "config.json", revision)
+    return json.loads(path.read_text()) if isinstance(path, Path) else {}

@@ -1,24 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sees a step's output before the scheduler takes it in."""
+"""What follows the steps of a scheduler: one attribute of it, which the patches look for."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Observer: TypeAlias = Callable[[Any, Any], Callable[[dict[int, Any]], None] | None]
 """(SchedulerOutput, ModelRunnerOutput) -> None, or what is to be called with what the scheduler
 makes of them: `EngineCoreOutputs` by client."""
 
+_ATTRIBUTE = "ddtree_steps"
+
+
+@dataclass
+class Steps:
+    """Those who follow a scheduler's steps, each list in the order of the calls."""
+
+    scheduled: list[Callable[[Any], None]] = field(default_factory=list)
+    """(SchedulerOutput) of a step that is about to run."""
+    observers: list[Observer] = field(default_factory=list)
+    """Of a step's output, before the scheduler takes it in."""
+    drafted: list[Callable[[str, int], None]] = field(default_factory=list)
+    """(request id, accepted nodes) of a draft that the scheduler counts."""
+    counted: list[Callable[[Any], Any]] = field(default_factory=list)
+    """(SpecDecodingStats or None) of a step -> the same, complete."""
+
+
+def steps_of(scheduler: Any) -> Steps | None:
+    """Those who follow a scheduler; None: nobody, it is another method's."""
+    return getattr(scheduler, _ATTRIBUTE, None)
+
+
+def follow(scheduler: Any) -> Steps:
+    """Those who follow a scheduler, to add to."""
+    steps = steps_of(scheduler)
+    if steps is None:
+        steps = Steps()
+        setattr(scheduler, _ATTRIBUTE, steps)
+    return steps
+
 
 def observe_steps(scheduler: Any, observers: Iterable[Observer]) -> None:
     """Call `observers`, in their order, with every step of a scheduler."""
-    update, observers = scheduler.update_from_output, list(observers)
-
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-        later = [observe(scheduler_output, model_runner_output) for observe in observers]
-        outputs = update(scheduler_output, model_runner_output)
-        for call in later:
-            if call is not None:
-                call(outputs)
-        return outputs
-
-    scheduler.update_from_output = update_from_output
+    follow(scheduler).observers.extend(observers)

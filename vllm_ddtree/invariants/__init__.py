@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`VLLM_DDTREE_CHECK=1`: what must hold after every step, checked on the host.
 
+`checks`: the checks of a step, in order.
 `step`: trees, positions, paths and moved keys and values, request by request.
 `free_slots`: no step writes a KV slot that is no row's.
 `stop`: the requests for which something does not hold are finished with an error, the others go on.

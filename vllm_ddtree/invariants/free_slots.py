@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step writes the KV slots of its own rows and no other one.
 
-Before the target's forward the bits of every slot are summed, after the commit once more: a slot
-whose sum has changed must be one of the step's rows. Both passes read the whole cache.
+The bits of every slot are summed before the target's forward, and once more after the commit. A
+slot whose sum has changed must be one of the step's rows. Both passes read the whole cache.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from vllm_ddtree.commit.kv import KVCompactor
+from vllm_ddtree.commit.target import Compactors
 from vllm_ddtree.invariants.stop import Broken
-from vllm_ddtree.round.runtime import Step
+from vllm_ddtree.round.step import Step
 
 INVARIANT = "free slots are never written"
 _SAME_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -22,16 +22,16 @@ class FreeSlots:
 
     Args:
         step: the step.
-        compactors: (KV group, compactor of the target's caches in it).
-        tables: by KV group int32 [>= num_reqs, blocks]: the blocks of the step's requests.
-        seq_lens: int32 [>= num_reqs], tokens of each request with the step's rows.
+        compactors: of the target's caches.
+        tables: by KV group int32 [num_reqs or more, blocks], blocks of the step's requests.
+        seq_lens: int32 [num_reqs or more], tokens of each request with the step's rows.
 
     """
 
     def __init__(
         self,
         step: Step,
-        compactors: Sequence[tuple[int, KVCompactor]],
+        compactors: Compactors,
         tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
     ) -> None:
@@ -60,8 +60,8 @@ class FreeSlots:
         """What to tell the requests in whose blocks a slot was written that is no row's.
 
         Raises:
-            RuntimeError: such a slot lies in no block of the step's requests. Whose data it was
-            cannot be told, so the engine must not go on.
+            RuntimeError: such a slot lies in no block of the step's requests. Nobody can tell whose
+                data it was, so the engine must not go on.
 
         """
         step = self._step

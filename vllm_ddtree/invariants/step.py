@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must hold for every tree of a verified step, before and after its rows are moved."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
-from vllm_ddtree.commit.kv import KVCompactor
+from vllm_ddtree.commit.target import Compactors
 from vllm_ddtree.invariants.stop import Broken
 from vllm_ddtree.round.runtime import Runtime
 
@@ -21,10 +20,13 @@ class Tree:
     """One request's tree rows in the step that was verified."""
 
     request: str
-    slot: int
+    """vLLM's id of the request."""
+    index: int
+    """The request's index."""
     root: int
     """Row of the batch."""
     num_rows: int
+    """Rows of the tree."""
     path: list[int]
     """Accepted tree rows, root first."""
 
@@ -35,19 +37,19 @@ class Tree:
     def describe(self, invariant: str, values: str) -> str:
         """The invariant and the values, with where the tree lies."""
         return (
-            f"{invariant}: {values} (slot {self.slot}, rows {self.root} to "
+            f"{invariant}: {values} (index {self.index}, rows {self.root} to "
             f"{self.root + self.num_rows - 1}, accepted tree rows {self.path})"
         )
 
 
-class Commit:
+class MovedRows:
     """The keys and values of the accepted rows, kept until they have been moved."""
 
     def __init__(
         self,
         trees: list[Tree],
         slots: dict[int, list[int]],
-        compactors: Sequence[tuple[int, KVCompactor]],
+        compactors: Compactors,
     ) -> None:
         self._trees = trees
         self._slots = slots
@@ -87,12 +89,19 @@ class Commit:
 
 def check_step(
     runtime: Runtime,
-    compactors: Sequence[tuple[int, KVCompactor]],
-    idx_mapping: torch.Tensor,  # [num_reqs] int64, request -> slot; negative: left out
-    num_sampled: torch.Tensor,  # [num_reqs] int32, accepted + 1; 0 where nothing was sampled
-    num_computed_tokens: torch.Tensor,  # [max_num_reqs] int32, by slot, after the step
-) -> tuple[Broken, Commit]:
+    compactors: Compactors,
+    indices: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_computed_tokens: torch.Tensor,
+) -> tuple[Broken, MovedRows]:
     """Check the trees of the step that was just verified, before its rows are moved.
+
+    Args:
+        runtime: the engine's.
+        compactors: of the target's caches.
+        indices: int64 [num_reqs], index of each request; negative: left out.
+        num_sampled: int32 [num_reqs], accepted nodes + 1; 0 where nothing was sampled.
+        num_computed_tokens: int32 [max_num_reqs] by index, after the step.
 
     Returns:
         The requests for which an invariant does not hold, and what to check of the others after
@@ -106,35 +115,33 @@ def check_step(
     slots = {gid: step.slot_mappings[gid].tolist() for gid, _ in compactors}
     trees: list[Tree] = []
     broken: Broken = {}
-    for i, (slot, sampled) in enumerate(
-        zip(idx_mapping.tolist(), num_sampled.tolist(), strict=True)
-    ):
-        if slot < 0 or sampled == 0 or tails[i] == 0:
+    for i, (index, sampled) in enumerate(zip(indices.tolist(), num_sampled.tolist(), strict=True)):
+        if index < 0 or sampled == 0 or tails[i] == 0:
             continue
-        path = runtime.path_rows[i, : int(runtime.path_lens[i])].tolist()
-        tree = Tree(step.req_ids[i], slot, ends[i] - tails[i], tails[i], path)
+        path = runtime.paths.rows[i, : int(runtime.paths.lens[i])].tolist()
+        tree = Tree(step.req_ids[i], index, ends[i] - tails[i], tails[i], path)
         trees.append(tree)
         try:
-            _check_tree(runtime, tree, i, sampled, int(num_computed_tokens[slot]))
+            _check_tree(runtime, tree, i, sampled, int(num_computed_tokens[index]))
         except BrokenTreeError as error:
             broken[tree.request] = str(error)
     _check_slots(trees, slots, broken)
-    return broken, Commit([t for t in trees if t.request not in broken], slots, compactors)
+    return broken, MovedRows([t for t in trees if t.request not in broken], slots, compactors)
 
 
 def _check_tree(
-    runtime: Runtime, tree: Tree, index: int, num_sampled: int, num_computed: int
+    runtime: Runtime, tree: Tree, place: int, num_sampled: int, num_computed: int
 ) -> None:
-    """The tree of the batch's request `index`, which now has `num_computed` tokens."""
+    """The tree of the batch's request number `place`, which now has `num_computed` tokens."""
     as_chains, rows = runtime.step.as_chains, runtime.rows
     parents = _check_shape(runtime, tree)
     if not as_chains:  # chains are attended causally, their masks are not read
         _check_masks(runtime, tree, parents)
-    if (length := int(runtime.path_lens[index])) != num_sampled:
+    if (length := int(runtime.paths.lens[place])) != num_sampled:
         tree.broken("accepted rows = emitted tokens", f"{length} rows, {num_sampled} tokens")
     _check_path(tree, parents, as_chains)
     committed = num_computed - num_sampled
-    root, prefix = int(rows.positions[tree.root]), int(rows.prefix_lens[index])
+    root, prefix = int(rows.positions[tree.root]), int(rows.prefix_lens[place])
     if not root == prefix == committed:
         tree.broken(
             "root position = committed length",
@@ -144,8 +151,8 @@ def _check_tree(
 
 def _check_shape(runtime: Runtime, tree: Tree) -> list[int]:
     """Parents come first and are one less deep; returns the parents."""
-    parents = runtime.trees.parents[tree.slot, : tree.num_rows].tolist()
-    depths = runtime.trees.depths[tree.slot, : tree.num_rows].tolist()
+    parents = runtime.trees.parents[tree.index, : tree.num_rows].tolist()
+    depths = runtime.trees.depths[tree.index, : tree.num_rows].tolist()
     base = int(runtime.rows.positions[tree.root])
     positions = runtime.rows.positions[tree.root : tree.root + tree.num_rows].tolist()
     for row, (parent, depth) in enumerate(zip(parents, depths, strict=True)):

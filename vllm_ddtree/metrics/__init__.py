@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of tree speculation beside vLLM's own: counted exactly, once for every round.
 
-What only the device and the worker know of a round travels with the step's sampled tokens
-(`rounds`); the scheduler counts it where vLLM counts a draft (`scheduler`) and sends it along with
-vLLM's `SpecDecodingStats`; the front-end takes it apart, for Prometheus and the log (`frontend`).
+Some facts of a round only the worker knows; they travel with the step's sampled tokens
+(round/emitted.py). The scheduler counts them where vLLM counts a draft (`scheduler`), and sends the
+counts (`rounds`) along with vLLM's `SpecDecodingStats`. The front-end takes those apart, for
+Prometheus and the log (`frontend`).
 """

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The counts in the front-end's process: Prometheus counters, and more words in vLLM's log line."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
@@ -11,11 +13,16 @@ from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.metrics.scheduler import take_counts
 from vllm_ddtree.round.kinds import LABELS
 
+if TYPE_CHECKING:
+    from vllm.config.speculative import SpeculativeConfig
+    from vllm.v1.metrics.loggers import StatLoggerBase
+    from vllm.v1.metrics.stats import SchedulerStats
+
 PREFIX = "vllm:ddtree_"
 RANKS_IN_LOG = 4
 
 
-def max_depth(speculative_config: Any) -> int:
+def max_depth(speculative_config: SpeculativeConfig) -> int:
     """The deepest node that a tree can have."""
     return speculative_config.max_depth
 
@@ -142,7 +149,9 @@ class TreeMetrics:
 
     """
 
-    def __init__(self, loggers: list[Any], speculative_config: Any) -> None:
+    def __init__(
+        self, loggers: list[StatLoggerBase], speculative_config: SpeculativeConfig
+    ) -> None:
         depth, top_k = max_depth(speculative_config), speculative_config.top_k
         self._proms = []
         for logger in loggers:
@@ -153,11 +162,12 @@ class TreeMetrics:
                 if isinstance(each, LoggingStatLogger):
                     each.spec_decoding_logging = TreeLogging(depth, top_k)
 
-    def record(self, scheduler_stats: Any, engine: int | None) -> None:
+    def record(self, scheduler_stats: SchedulerStats | None, engine: int | None) -> None:
         """A step's statistics have come, before any logger sees them."""
-        stats = scheduler_stats and scheduler_stats.spec_decoding_stats
-        counts = stats and take_counts(stats)
-        if counts:
-            stats.ddtree_counts = counts  # for the log
-            for prom in self._proms:
-                prom.observe(stats, counts, engine or 0)
+        stats = scheduler_stats.spec_decoding_stats if scheduler_stats is not None else None
+        counts = take_counts(stats) if stats is not None else None
+        if stats is None or counts is None:
+            return
+        stats.ddtree_counts = counts  # for the log
+        for prom in self._proms:
+            prom.observe(stats, counts, engine or 0)

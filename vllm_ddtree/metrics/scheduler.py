@@ -1,21 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counting rounds in the scheduler's process, where vLLM counts drafts.
 
-vLLM's `SchedulerStats` reach the front-end by msgspec, which keeps declared fields only. So a
-step's counts go behind the positions of `SpecDecodingStats.num_accepted_tokens_per_pos`, where
+vLLM's `SchedulerStats` reach the front-end by msgspec, which keeps declared fields only. So the
+counts of a step are appended to `SpecDecodingStats.num_accepted_tokens_per_pos`, where
 `take_counts` finds them.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.round.kinds import RoundKind
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
 
 class RoundCounter:
-    """Counts the rounds of a scheduler's steps: exactly those that vLLM counts as drafts, and the
-    decode steps of a request without any.
+    """Counts the rounds of a scheduler's steps.
+
+    These are exactly the ones that vLLM counts as drafts, and decode steps of requests without
+    drafts.
 
     Args:
         scheduler: vLLM's.
@@ -23,7 +34,7 @@ class RoundCounter:
 
     """
 
-    def __init__(self, scheduler: Any, top_k: int) -> None:
+    def __init__(self, scheduler: Scheduler, top_k: int) -> None:
         self._requests = scheduler.requests
         self._num_spec_tokens = scheduler.num_spec_tokens
         self._top_k = top_k
@@ -34,7 +45,9 @@ class RoundCounter:
         self._walked: list[list[int]] = []
         self._counts: RoundCounts | None = None
 
-    def step(self, scheduler_output: Any, model_runner_output: Any) -> None:
+    def step(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> None:
         """A step's output has come and is about to be counted by vLLM."""
         self._index = model_runner_output.req_id_to_index
         lengths = scheduler_output.num_scheduled_tokens
@@ -45,9 +58,9 @@ class RoundCounter:
         facts = getattr(model_runner_output, "ddtree_facts", None)
         if facts is not None:
             kinds = facts.kinds
-            self._kinds = [kinds.asked if c else kinds.others for c in kinds.chain.tolist()]
+            self._kinds = [kinds.asked if c else kinds.others for c in kinds.chain_only.tolist()]
             self._walked = facts.walked.tolist()
-            # Rows that were scheduled and hold no node are no draft tokens.
+            # Scheduled rows without a node are no draft tokens.
             scheduler_output.num_invalid_spec_tokens = {
                 request_id: len(tokens) - self._walked[self._index[request_id]][0]
                 for request_id, tokens in drafts.items()
@@ -85,9 +98,11 @@ class RoundCounter:
         for rank in ranks[:num_accepted]:
             counts.ranks[rank] += 1
 
-    def put_counts(self, stats: Any) -> Any:
-        """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them; they
-        count from nothing afterwards."""
+    def put_counts(self, stats: SpecDecodingStats | None) -> SpecDecodingStats | None:
+        """vLLM's SpecDecodingStats of the step (or None), with the step's counts in them.
+
+        The counts begin anew.
+        """
         counts, self._counts = self._counts, None
         if counts is None:
             return stats
@@ -97,8 +112,8 @@ class RoundCounter:
         return stats
 
 
-def take_counts(stats: Any) -> RoundCounts | None:
-    """The counts in vLLM's SpecDecodingStats, which are then as vLLM made them."""
+def take_counts(stats: SpecDecodingStats) -> RoundCounts | None:
+    """Take the counts out of vLLM's SpecDecodingStats, and leave these as vLLM made them."""
     positions = stats.num_accepted_tokens_per_pos
     if len(positions) == stats.num_spec_tokens:
         return None
@@ -106,21 +121,13 @@ def take_counts(stats: Any) -> RoundCounts | None:
     return RoundCounts.unpack(positions[stats.num_spec_tokens :])
 
 
-def attach(engine_core: Any) -> integration.Observer | None:
-    """Count the rounds of an EngineCore by what is returned, unless its statistics are off."""
+def attach(engine_core: EngineCore) -> integration.Observer | None:
+    """An observer that counts the rounds of an EngineCore; None if its statistics are off."""
     scheduler = engine_core.scheduler
     if not scheduler.log_stats and scheduler.spec_decode_metrics_level == "none":
         return None
     counter = RoundCounter(scheduler, engine_core.vllm_config.speculative_config.top_k)
-    count, make_stats = scheduler.make_spec_decoding_stats, scheduler.make_stats
-
-    def make_spec_decoding_stats(*args: Any, **kwargs: Any) -> Any:
-        counter.round(kwargs["request_id"], kwargs["num_accepted_tokens"])
-        return count(*args, **kwargs)
-
-    def make_stats_with_counts(stats: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return make_stats(counter.put_counts(stats), *args, **kwargs)
-
-    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
-    scheduler.make_stats = make_stats_with_counts
+    steps = integration.follow(scheduler)
+    steps.drafted.append(counter.round)
+    steps.counted.append(counter.put_counts)
     return counter.step

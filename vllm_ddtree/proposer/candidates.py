@@ -4,8 +4,8 @@
 Two passes. The first streams the logits once and keeps, of every group of 256 tokens, the best
 logit, and, of every chunk of groups, its share of the log-sum-exp. The second finds one candidate
 after another: the best group holds it, and only that group is read again. The order (value
-descending, token id ascending) is total, so whatever comes after the last candidate is still to be
-had, and nothing needs to be crossed out.
+descending, token id ascending) is total. So the next candidate is the first one after the last, and
+nothing needs to be crossed out.
 
 Logits are compared as int32 images of the same order, with NaN as -inf and -0.0 as 0.0.
 
@@ -23,17 +23,17 @@ CHUNK_GROUPS = 32  # groups a program of the first pass
 class Candidates:
     """Persistent scratch of `top_k_log_probs` or `top_k_keys`, so that a call allocates nothing.
 
-    max_rows:  most draft positions in one call (requests times positions)
-    vocab:     tokens of the draft vocabulary
-    top_k:     candidates a position, at most `vocab`
-    token_ids: for `top_k_keys`: int32 [vocab], ascending, the tokens of the shard, which may be
-               fewer than `top_k`, or none
+    Args:
+        max_rows: most draft positions in one call (requests times positions).
+        vocab: tokens of the draft vocabulary.
+        top_k: candidates a position, at most `vocab`.
+        device: where the scratch is.
+        token_ids: int32 [vocab], ascending, for `top_k_keys`: the tokens of the shard, which may be
+            fewer than `top_k`, or none.
 
-    group_max: int32 [max_rows, G], image of the best logit of each group of 256 tokens
-    chunk_max: float32 [max_rows, C], best logit of each chunk of 32 groups
-    chunk_sum: float32 [max_rows, C], sum of exp(logit - chunk_max) over the chunk
+    Raises:
+        ValueError: a size does not fit.
 
-    Raises ValueError when a size does not fit.
     """
 
     def __init__(
@@ -61,14 +61,26 @@ class Candidates:
         self.num_groups = max(1, triton.cdiv(vocab, GROUP))
         self.num_chunks = triton.cdiv(self.num_groups, CHUNK_GROUPS)
         self.group_max = torch.empty(max_rows, self.num_groups, dtype=torch.int32, device=device)
+        """int32 [max_rows, G], image of the best logit of each group of 256 tokens."""
         self.chunk_max = torch.empty(max_rows, self.num_chunks, dtype=torch.float32, device=device)
+        """float32 [max_rows, C], best logit of each chunk of 32 groups."""
         self.chunk_sum = torch.empty(max_rows, self.num_chunks, dtype=torch.float32, device=device)
+        """float32 [max_rows, C], sum of exp(logit - chunk_max) over the chunk."""
         # On the CPU Triton's interpreter pays by the operation: there one program takes many rows.
         self.rows_per_program = 64 if torch.device(device).type == "cpu" else 1
 
 
 def top_k_log_probs_reference(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch. logits: float [M, V]. Returns float32 [M, k] and int64 [M, k]."""
+    """`top_k_log_probs` in plain PyTorch.
+
+    Args:
+        logits: float [M, V].
+        k: candidates a row.
+
+    Returns:
+        float32 and int64 [M, k], log-probs and token ids.
+
+    """
     logits = logits.float()
     logits = torch.where(logits.isnan(), float("-inf"), logits)
     values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
@@ -86,16 +98,20 @@ def top_k_log_probs(
 ) -> None:
     """Write the `top_k` best tokens of each row and their log-probs over the whole vocabulary.
 
-    logits:        float16, bfloat16 or float32 [M, V], the last dimension contiguous; NaN counts as
-                   -inf
-    out_log_probs: float32 [M, k], out: logit minus log-sum-exp, natural logarithm, descending
-    out_ids:       int64 [M, k], out: token ids; equal logits in ascending order of id, so that
-                   every tensor-parallel rank holds the same tree
-    scratch:       made for at least M rows and for this V and k; overwritten
-
     A row's result does not depend on the other rows. Reads and writes only device memory and
-    allocates nothing, so it can be captured in a graph. Raises ValueError when a shape or dtype
-    does not fit.
+    allocates nothing, so it can be captured in a graph.
+
+    Args:
+        logits: float16, bfloat16 or float32 [M, V], contiguous in the last dimension; NaN counts as
+            -inf.
+        out_log_probs: float32 [M, k], out: logit minus log-sum-exp, natural logarithm, descending.
+        out_ids: int64 [M, k], out: token ids; equal logits in ascending order of id, so that every
+            tensor-parallel rank holds the same tree.
+        scratch: made for at least M rows and for this V and k; overwritten.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+
     """
     num_rows = logits.shape[0]
     _check_logits(logits, scratch)
@@ -107,14 +123,20 @@ def top_k_log_probs(
 def top_k_keys(logits: torch.Tensor, out_keys: torch.Tensor, scratch: Candidates) -> None:
     """Write what one shard of the vocabulary gives to `merge_shards`.
 
-    logits:   as in `top_k_log_probs`, the shard's columns [M, V]
-    out_keys: int64 [M, k + 1], out: `top_k` best tokens, each as a key, whose order is that of the
-              candidates: the image of the logit, then 2**31 - 1 - token id, 32 bits each. Beyond
-              the last token, keys below all others. At last the shard's share of the log-sum-exp:
-              its best logit, then the sum of exp(logit - best), as float32 bits
-    scratch:  made with `token_ids`; overwritten
-
     Otherwise as `top_k_log_probs`.
+
+    Args:
+        logits: [M, V] as in `top_k_log_probs`, the shard's columns.
+        out_keys: int64 [M, k + 1], out. The first k are the best tokens, each as a key whose order
+            is that of the candidates: the image of the logit, then 2**31 - 1 - token id, 32 bits
+            each. Beyond the last token of a shard come keys below all others. The last entry is the
+            shard's share of the log-sum-exp: its best logit, then the sum of exp(logit - best), as
+            float32 bits.
+        scratch: made with `token_ids`; overwritten.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+
     """
     if scratch.token_ids is None:
         raise ValueError("make Candidates with the shard's token_ids")

@@ -3,30 +3,32 @@
 
 vLLM's DFlash speculator (v1/worker/gpu/spec_decode/dflash/speculator.py) combines the target's
 auxiliary hidden states of every verified row and drops the last `num_rejected` rows of each
-request. Of a tree the path alone counts, depth + 1 rows at most: only these are handed on, so the
-drafter's work on its context grows with the depth, not with the budget.
+request. Only the path of a tree counts, max_depth + 1 rows at most. Only these rows are handed on,
+so the drafter's work on its context grows with the depth, not with the budget.
 """
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.round.runtime import Runtime
+from vllm_ddtree.round.paths import Paths
 from vllm_ddtree.round.trees import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class ContextRows:
-    """Persistent buffers of a batch of which every request has verified a tree.
+    """Persistent buffers of the context of a batch in which every request has verified a tree.
 
-    With C rows a request, the longest path (root included):
+    Args:
+        max_num_reqs: most requests.
+        rows: C, rows a request: the longest path, root included.
+        device: where the buffers are.
 
-    query_start_loc: int32 [max_num_reqs + 1], C apart
-    positions:       int64 [max_num_reqs * C]
-    sources:         int64 [max_num_reqs * C], row of the verify batch
-    num_rejected:    int32 [max_num_reqs], rows at each request's end that are no path
     """
 
     def __init__(self, max_num_reqs: int, rows: int, device: torch.device) -> None:
@@ -38,31 +40,37 @@ class ContextRows:
         self.query_start_loc = torch.arange(
             0, max_num_reqs * self.rows + 1, self.rows, dtype=torch.int32, device=device
         )
+        """int32 [max_num_reqs + 1], C apart."""
         self.query_start_loc_np = self.query_start_loc.cpu().numpy()
+        """The same on the host."""
         self.positions = zeros(max_num_reqs * self.rows, torch.int64)
+        """int64 [max_num_reqs * C], position of each row."""
         self.sources = zeros(max_num_reqs * self.rows, torch.int64)
+        """int64 [max_num_reqs * C], row of the verify batch that each row is taken from."""
         self.num_rejected = zeros(max_num_reqs, torch.int32)
+        """int32 [max_num_reqs], rows at each request's end that are on no path."""
 
     def gather(
         self,
-        runtime: Runtime,
-        batch: Any,
-        aux_hidden_states: list[torch.Tensor],  # S of [num_tokens, H]
-        num_rejected: torch.Tensor,  # [num_reqs] int32
-        out: torch.Tensor | None = None,  # [num_reqs * C or more, S * H]
-    ) -> tuple[Any, list[torch.Tensor], torch.Tensor]:
-        """The batch, its auxiliary states and its rejected rows, of C rows a request.
+        paths: Paths,
+        batch: "InputBatch",
+        aux_hidden_states: list[torch.Tensor],
+        num_rejected: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> tuple["InputBatch", list[torch.Tensor], torch.Tensor]:
+        """The batch, its auxiliary states and its rejected rows, with C rows a request.
 
         Args:
-            runtime: the engine's rows; its `path` names each path element's row.
-            batch: vLLM's InputBatch, every request with a tree; not changed.
-            aux_hidden_states: the target's, by row of the batch.
-            num_rejected: rows of each request that are not on the path.
-            out: where the states go; None: a new tensor.
+            paths: of the batch.
+            batch: vLLM's, every request with a tree; not changed.
+            aux_hidden_states: the target's, S of [num_tokens, hidden size] by row of the batch.
+            num_rejected: int32 [num_reqs], rows of each request that are not on its path.
+            out: [num_reqs * C or more, S * hidden size], where the states go; None: a new tensor.
 
         Returns:
-            A copy of the batch for `DFlashSpeculator.propose`, one tensor [num_reqs * C, S * H] in
-            a list, and int32 [num_reqs]. They are views of the buffers: valid until the next call.
+            A copy of the batch for `DFlashSpeculator.propose`, one tensor [num_reqs * C, S * hidden
+            size] in a list, and int32 [num_reqs]. They are views of the buffers, valid until the
+            next call.
 
         Raises:
             ValueError: `out` has too few rows.
@@ -73,7 +81,7 @@ class ContextRows:
             batch.query_start_loc,
             num_rejected,
             batch.positions,
-            runtime.rows.path,
+            paths.gather_index,
             self.positions,
             self.sources,
             self.num_rejected,
@@ -105,7 +113,7 @@ def _context_rows_kernel(
     query_start_loc_ptr,  # [num_reqs + 1], of the verify batch
     num_rejected_ptr,  # [num_reqs]
     positions_ptr,  # [num_tokens], linear
-    path_ptr,  # [num_tokens]
+    gather_index_ptr,  # [num_tokens]
     out_positions_ptr,  # [num_reqs * num_rows]
     out_sources_ptr,  # [num_reqs * num_rows]
     out_num_rejected_ptr,  # [num_reqs]
@@ -120,7 +128,7 @@ def _context_rows_kernel(
     j = tl.arange(0, BLOCK)
     on_path = j < length
     # Rows past the path are read by nobody, but must name a row there is.
-    source = tl.load(path_ptr + start + j, mask=on_path, other=start)
+    source = tl.load(gather_index_ptr + start + j, mask=on_path, other=start)
     position = tl.load(positions_ptr + start + j, mask=on_path, other=0)
     tl.store(out_sources_ptr + req * num_rows + j, source, mask=j < num_rows)
     tl.store(out_positions_ptr + req * num_rows + j, position, mask=j < num_rows)
@@ -134,9 +142,9 @@ def gather_states(
     """Rows of several states side by side, in one launch.
 
     Args:
-        states: S of [num_tokens, H], contiguous in H.
-        sources: [n] int64, row of each output row.
-        out: [n, S * H].
+        states: S of [num_tokens, hidden size], contiguous in the last dimension.
+        sources: int64 [n], row of the states that each output row is taken from.
+        out: [n, S * hidden size], out.
 
     """
     hidden_size = states[0].shape[1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The draft head: from hidden states to the candidates of each draft position.
 
-Two forms, chosen once, at start. `WholeHead` asks the drafter for its logits, which
-under tensor parallelism vLLM gathers from all ranks. `ShardedHead` leaves every rank the logits of
-its own shard of the vocabulary, and gathers k candidates a rank.
+There are two heads; one is chosen at start. `WholeHead` asks the drafter for its logits, which vLLM
+gathers from all tensor-parallel ranks. `ShardedHead` leaves every rank the logits of its own shard
+of the vocabulary, and gathers k candidates a rank.
 """
 
 from typing import Any, Protocol
@@ -33,16 +33,25 @@ class Head(Protocol):
     ) -> None:
         """Write the best tokens of each row and their log-probs over the whole vocabulary.
 
-        hidden_states: [M, hidden size], the drafter's
-        out_log_probs: float32 [M, k], out
-        out_ids:       int64 [M, k], out: the target's token ids
-
         Order and layout are those of `top_k_log_probs`. Can be captured in a graph.
+
+        Args:
+            hidden_states: [M, hidden size], the drafter's.
+            out_log_probs: float32 [M, k], out.
+            out_ids: int64 [M, k], out, the target's token ids.
+
         """
 
 
 class WholeHead:
-    """Every rank finds the candidates in the logits of the whole vocabulary."""
+    """Every rank finds the candidates in the logits of the whole vocabulary.
+
+    Args:
+        model: the drafter.
+        max_rows: most draft positions in one call.
+        top_k: candidates a position.
+
+    """
 
     def __init__(self, model: Any, max_rows: int, top_k: int) -> None:
         self.model, self.max_rows, self.num_candidates = model, max_rows, top_k
@@ -64,16 +73,30 @@ class WholeHead:
 class ShardedHead:
     """Every rank finds the candidates of its shard; all ranks merge those of all.
 
-    The shard's columns are what `DFlashQwen3ForCausalLM.compute_logits` would gather of this rank
-    and keep, with the ids that they get there (vLLM models/qwen3_dflash.py and
-    layers/logits_processor.py). Where a row has fewer than k candidates above -inf, the whole form
-    fills up with any token of the target, this one with those of the draft vocabulary; neither
+    The shard's columns are those that `DFlashQwen3ForCausalLM.compute_logits` would gather from
+    this rank and keep, and they have the ids that they get there (vLLM models/qwen3_dflash.py and
+    layers/logits_processor.py). A row may have fewer than k candidates above -inf. `WholeHead` then
+    fills up with any token of the target, this head with tokens of the draft vocabulary; neither
     becomes a node.
 
-    Raises ValueError when the vocabulary has fewer than `top_k` tokens.
+    Args:
+        model: the drafter.
+        max_rows: most draft positions in one call.
+        top_k: candidates a position.
+        device: where the logits are.
+
+    Raises:
+        ValueError: the vocabulary has fewer than `top_k` tokens.
+
     """
 
-    def __init__(self, model: Any, max_rows: int, top_k: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        model: DFlashQwen3ForCausalLM,
+        max_rows: int,
+        top_k: int,
+        device: torch.device | str,
+    ) -> None:
         self.lm_head, self.logits_processor = model.lm_head, model.logits_processor
         self.num_shards = self.lm_head.tp_size
         vocab = self.logits_processor.org_vocab_size
@@ -102,10 +125,14 @@ class ShardedHead:
 
 
 def make_head(model: Any, max_rows: int, top_k: int, device: torch.device | str) -> Head:
-    """The form that fits a loaded drafter; the same on every rank.
+    """The head that fits a loaded drafter; the same on every rank.
 
-    max_rows: most draft positions in one call
-    top_k:    candidates a position
+    Args:
+        model: the drafter.
+        max_rows: most draft positions in one call.
+        top_k: candidates a position.
+        device: where the logits are.
+
     """
     why = _why_whole(model)
     if why is None:
@@ -135,7 +162,7 @@ def _why_whole(model: Any) -> str | None:
     return None
 
 
-def _target_ids(model: Any, vocab: int) -> torch.Tensor:
+def _target_ids(model: DFlashQwen3ForCausalLM, vocab: int) -> torch.Tensor:
     """int64 [vocab]: the target's id of each token of the draft vocabulary."""
     offsets = model.draft_id_to_target_id
     ids = torch.arange(vocab, device=None if offsets is None else offsets.device)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many positions of a draft are looked at.
+"""The reach of a draft: how many of its positions are evaluated, 3, 7 or all.
 
-A tree of n nodes is never deeper than n, so a draft for few nodes needs few positions' log-probs
-and few context rows. The draft forward itself always has the drafter's whole block: with fewer
-masks than it was trained with a drafter may know much less.
+A tree of n nodes is never deeper than n. So a draft for few nodes needs the log-probs of few
+positions, and few context rows. The draft forward itself always has the drafter's whole block: a
+drafter may know much less with fewer masks than it was trained with.
 
-The *reach* of a draft is how many of its positions are evaluated: 3, 7 or all. A budget that
-changes while serving has a few reaches. Whatever a reach's CUDA graphs read belongs to that reach,
-or is read from its beginning.
+A budget that changes while serving has a few reaches. What the CUDA graphs of a reach read belongs
+to that reach, or is read from its beginning.
 """
 
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ def draft_reaches(depth: int, budgets: Iterable[int]) -> list[int]:
     """Positions of the drafts that an engine may make, the longest first.
 
     Args:
-        depth: depth limit of its trees.
+        depth: deepest node of its trees.
         budgets: nodes that it may draft, one of them above 0.
 
     """
@@ -38,23 +37,24 @@ def draft_reaches(depth: int, budgets: Iterable[int]) -> list[int]:
 
 @dataclass
 class Reach:
-    """Drafts of P positions."""
+    """What drafts of P evaluated positions need."""
 
     positions: int
-    """P: masked queries whose log-probs are computed, the first ones of each block."""
+    """P: the first masked queries of each block; their log-probs are computed."""
     context: ContextRows
-    """Of P + 1 rows a request: the longest path of what such a draft may follow."""
+    """Context of P + 1 rows a request, the longest path that such a draft may follow."""
     log_probs: torch.Tensor
-    """[max_num_reqs, P, top_k] float32, contiguous."""
+    """float32 [max_num_reqs, P, top_k], contiguous."""
     token_ids: torch.Tensor
-    """[max_num_reqs, P, top_k] int64, contiguous."""
+    """int64 [max_num_reqs, P, top_k], contiguous."""
 
     @property
     def manager(self) -> str:
-        """The speculator's attribute with the graphs of this reach.
+        """Name of the speculator's attribute with the graphs of this reach.
 
-        vLLM, which captures graphs to estimate their memory, drops the managers that it finds among
-        the attributes (v1/worker/gpu/cudagraph_utils.py, `profile_cudagraph_memory`).
+        It must be an attribute: vLLM captures graphs to estimate their memory, and then drops the
+        managers that it finds among the attributes (v1/worker/gpu/cudagraph_utils.py,
+        `profile_cudagraph_memory`).
         """
         return f"query_cudagraph_manager_{self.positions}"
 
@@ -62,10 +62,10 @@ class Reach:
 def make_reaches(
     positions: Iterable[int], max_num_reqs: int, top_k: int, device: torch.device
 ) -> list[Reach]:
-    """Widths that share one storage of candidates.
+    """Reaches that share one storage of candidates.
 
     Args:
-        positions: of each, the longest first.
+        positions: of each reach, the longest first.
         max_num_reqs: most requests in a batch.
         top_k: candidates a position.
         device: where the buffers are.
@@ -76,17 +76,17 @@ def make_reaches(
     log_probs = torch.zeros(size, dtype=torch.float32, device=device)
     token_ids = torch.zeros(size, dtype=torch.int64, device=device)
 
-    def first(values: torch.Tensor, reach: int) -> torch.Tensor:
-        return values[: max_num_reqs * reach * top_k].view(max_num_reqs, reach, top_k)
+    def first(values: torch.Tensor, reached: int) -> torch.Tensor:
+        return values[: max_num_reqs * reached * top_k].view(max_num_reqs, reached, top_k)
 
     return [
         Reach(
-            reach,
-            ContextRows(max_num_reqs, reach + 1, device),
-            first(log_probs, reach),
-            first(token_ids, reach),
+            reached,
+            ContextRows(max_num_reqs, reached + 1, device),
+            first(log_probs, reached),
+            first(token_ids, reached),
         )
-        for reach in positions
+        for reached in positions
     ]
 
 

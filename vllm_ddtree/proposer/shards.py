@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The candidates of the whole vocabulary from those of its shards, one a tensor-parallel rank.
 
-A token among the `top_k` best of all is among those of its shard, so `top_k` candidates a rank and
-each rank's share of the log-sum-exp are enough. Every rank merges the same numbers in the same
-order, and so holds the same bits.
+A token among the `top_k` best of all is among the `top_k` best of its shard. So `top_k` candidates
+a rank, and each rank's share of the log-sum-exp, are enough. Every rank merges the same numbers in
+the same order, and so holds the same bits.
 
-Against `top_k_log_probs` over the whole vocabulary, ids are the same, ties included: the logits
-compared are the same numbers. The log-probs of a row may all differ by one rounding of the
+The ids are those of `top_k_log_probs` over the whole vocabulary, ties included, because the same
+logits are compared. The log-probs of a row may all differ from it by one rounding of the
 log-sum-exp, which is summed in another order.
 """
 
@@ -19,13 +19,18 @@ from vllm_ddtree.proposer.candidates import check_out, log_of, sum_parts, value_
 def merge_shards(keys: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor) -> None:
     """Write the `top_k` best tokens of each row and their log-probs over the whole vocabulary.
 
-    keys:          int64 [shards, M, k + 1], contiguous: `top_k_keys` of every shard; together they
-                   have at least k tokens
-    out_log_probs: float32 [M, k], out, and
-    out_ids:       int64 [M, k], out: as in `top_k_log_probs`, last dimension contiguous
+    Reads and writes only device memory and allocates nothing.
 
-    Reads and writes only device memory and allocates nothing. Raises ValueError when a shape or
-    dtype does not fit.
+    Args:
+        keys: int64 [shards, M, k + 1], contiguous, `top_k_keys` of every shard; together the shards
+            have at least k tokens.
+        out_log_probs: float32 [M, k], out, as in `top_k_log_probs`; contiguous in the last
+            dimension.
+        out_ids: int64 [M, k], out, as in `top_k_log_probs`; contiguous in the last dimension.
+
+    Raises:
+        ValueError: a shape or dtype does not fit.
+
     """
     num_shards, num_rows, num_keys = keys.shape
     top_k = num_keys - 1

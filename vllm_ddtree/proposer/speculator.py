@@ -2,24 +2,30 @@
 """The DDTree proposer: vLLM's DFlash drafter, its log-probs grown into a tree.
 
 `DDTreeSpeculator` is vLLM's `DFlashSpeculator` (v1/worker/gpu/spec_decode/dflash/speculator.py)
-with three token counts instead of one: the draft forward has `block_size` query tokens a request
-whatever the budget, the verify step `budget + 1`, and the positions that are looked at, and with
-them the drafter's new context rows, are as many as the tree can be deep (`reach.py`).
+with three token counts instead of one:
+
+- the draft forward has `block_size` query tokens a request, whatever the budget;
+- the verify step has budget + 1 rows a request;
+- the positions of a draft that are evaluated, and with them the drafter's new context rows, are as
+  many as the tree can be deep (`reach.py`).
+
+A round's last two stages are here. `propose` hands the accepted path to the drafter as its new
+context; `_generate_draft`, which is captured in a CUDA graph, drafts and builds the trees.
 """
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader.utils import get_model_cls
-from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_ddtree.budget.auto import TIERS
+from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.graphs.draft import DraftGraphManager
 from vllm_ddtree.proposer.context import gather_states
 from vllm_ddtree.proposer.head import Head, make_head
@@ -27,31 +33,24 @@ from vllm_ddtree.proposer.reach import Reach, draft_reaches, fitting, make_reach
 from vllm_ddtree.round import runtime
 from vllm_ddtree.tree.build import build_trees
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
 logger = init_logger("vllm.ddtree")
 
 LONGEST_EVERY = 16
-"""Drafts of `"budget": "auto"` of which one is of the longest reach whatever the budget: only its
-trees have all the nodes by which larger budgets are estimated (budget/meter.py)."""
+"""With `"budget": "auto"`, one draft in so many is of the longest reach, whatever the budget. Only
+the trees of such drafts have all the nodes by which larger budgets are estimated (round/meter.py).
+"""
 
 
-def make_speculator(vllm_config: Any, device: torch.device) -> "DDTreeSpeculator":
-    """The speculator of a runner, before any weight is loaded.
-
-    Raises:
-        ValueError: the target gives no auxiliary hidden states.
-
-    """
-    target = get_model_cls(vllm_config.model_config)
-    if not supports_eagle3(target):
-        raise ValueError(
-            f"method ddtree cannot use target {vllm_config.model_config.model!r}: "
-            f"{target.__name__} gives no auxiliary hidden states to a DFlash drafter; "
-            "use a target that method dflash supports"
-        )
+def make_speculator(vllm_config: VllmConfig, device: torch.device) -> DDTreeSpeculator:
+    """The speculator of a runner, before any weight is loaded."""
     return DDTreeSpeculator(vllm_config, device, runtime.create(vllm_config, device))
 
 
-def _draft_view(vllm_config: Any) -> Any:
+def _draft_view(vllm_config: VllmConfig) -> VllmConfig:
     """The configuration as the draft forward sees it: block_size - 1 masked queries."""
     view = copy.copy(vllm_config)
     view.speculative_config = copy.copy(vllm_config.speculative_config)
@@ -64,15 +63,20 @@ def _draft_view(vllm_config: Any) -> Any:
 class DDTreeSpeculator(DFlashSpeculator):
     """Drafts a block and grows the best tree of `budget` nodes from its log-probs.
 
-    What a draft computes of its block, and the context rows it takes, are its reach. vLLM's parts
-    take the graphs from `query_cudagraph_manager`, which is the longest's but for the time of a
-    shorter draft.
+    vLLM's parts take a draft's graphs from `query_cudagraph_manager`. That is the manager of the
+    longest reach, except while a shorter draft is made.
+
+    Args:
+        vllm_config: the engine's.
+        device: of the worker.
+        rt: the engine's trees, rows and paths.
+
     """
 
     _speculator_name = "DDTree"
-    query_cudagraph_manager: Any
+    query_cudagraph_manager: DraftGraphManager
 
-    def __init__(self, vllm_config: Any, device: torch.device, rt: runtime.Runtime) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, rt: runtime.Runtime) -> None:
         self.runtime = rt
         spec = vllm_config.speculative_config
         self._schedule = spec.num_speculative_tokens_per_batch_size
@@ -81,27 +85,30 @@ class DDTreeSpeculator(DFlashSpeculator):
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.reaches = make_reaches(positions, max_num_reqs, rt.top_k, device)
-        """The longest first."""
+        """The reaches that a draft may have, the longest first."""
         self.reach = self.reaches[0]
-        """Of the draft in progress."""
+        """The reach of the draft in progress."""
         super().__init__(_draft_view(vllm_config), device)
         self.tree_tokens = torch.zeros(
             self.max_num_reqs, rt.budget, dtype=torch.int64, device=device
         )
-        self.tree_slots = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
+        """int64 [max_num_reqs, budget], the trees' tokens in row order, by place in the batch."""
+        self.tree_indices = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
+        """int64 [max_num_reqs], index of each request of the batch; -1 for padding and dummies."""
         self._drafts = 0
         for reach in self.reaches:
             setattr(self, reach.manager, None)
-        # Made by the first (profiling) run: not while weights load, or it would sleep with them.
         self.head: Head | None = None
+        """Made by the first (profiling) run: not while weights load, or it would sleep with them.
+        """
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        # A verify step leaves the rows of a path, whatever the budget.
+        """Context rows in a draft's graph: those of a path, whatever the budget."""
         return min(num_reqs * self.reach.context.rows, self.max_num_tokens)
 
     @contextmanager
     def _drafting(self, reach: Reach) -> Iterator[None]:
-        """Within, vLLM's draft is of this reach."""
+        """Within, what vLLM drafts has this reach."""
         self._set_reach(reach)
         try:
             yield
@@ -109,6 +116,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             self._set_reach(self.reaches[0])
 
     def _set_reach(self, reach: Reach) -> None:
+        """Make vLLM's parts draft with this reach, and its graphs."""
         self.reach = reach
         self.query_cudagraph_manager = getattr(self, reach.manager)
 
@@ -132,7 +140,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         return fitting(self.reaches, min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1)))
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """DFlash's choice of mode, with capture sizes counted in drafts of each reach."""
+        """Graph managers of each reach, in the mode that DFlash chooses; then the start-up line."""
         super().init_cudagraph_manager(cudagraph_mode)
         chosen = self.query_cudagraph_manager.cudagraph_mode
         for reach in self.reaches:
@@ -141,6 +149,10 @@ class DDTreeSpeculator(DFlashSpeculator):
             )
             setattr(self, reach.manager, manager)
         self._set_reach(self.reaches[0])
+        self._log_start(cudagraph_mode, chosen)
+
+    def _log_start(self, verify_mode: CUDAGraphMode, draft_mode: CUDAGraphMode) -> None:
+        """The start-up line."""
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
             "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
@@ -151,23 +163,23 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.top_k,
             spec.block_size,
             self.draft_model_config.model,
-            rt.attention_form,
-            cudagraph_mode.name,
+            rt.attention_words,
+            verify_mode.name,
             rt.num_rows,
             spec.block_size,
             "/".join(str(reach.positions) for reach in self.reaches),
-            chosen.name,
+            draft_mode.name,
         )
 
     def capture(self) -> None:
-        """The graphs of each reach, the longest first: the others fit in its memory."""
+        """Capture the graphs of each reach, the longest first: the others fit in its memory."""
         for reach in self.reaches:
             with self._drafting(reach):
                 super().capture()
 
     def _budget_in_words(self) -> str:
         """The budget of the start-up line: a number, a schedule, or auto."""
-        spec: Any = self.speculative_config
+        spec = self.speculative_config
         if spec.auto_budget:
             return f"auto (up to {spec.budget})"
         return str(self._schedule or spec.budget)
@@ -181,7 +193,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """Draft forward, log-probs over the full vocabulary, trees: the draft's FULL graph."""
+        """Draft forward, candidates of each position, trees: the draft's FULL graph.
+
+        The signature is vLLM's (`DFlashSpeculator._generate_draft`).
+        """
         hidden_states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -189,6 +204,22 @@ class DDTreeSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
+        log_probs, token_ids = self._draft_candidates(num_reqs, hidden_states)
+        self._build_trees(num_reqs, log_probs, token_ids)
+
+    def _draft_candidates(
+        self, num_reqs: int, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best tokens of the positions that the draft's reach evaluates.
+
+        Args:
+            num_reqs: requests, padding included.
+            hidden_states: [draft tokens, hidden size], of the draft forward.
+
+        Returns:
+            float32 and int64 [num_reqs, positions, top_k], log-probs and token ids.
+
+        """
         rt, reach, steps = self.runtime, self.reach, self.num_speculative_steps
         if self.head is None:
             max_rows = self.max_num_reqs * rt.max_depth
@@ -199,18 +230,30 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.head.top_k(
             hidden_states[rows.reshape(-1)], log_probs.flatten(0, 1), token_ids.flatten(0, 1)
         )
+        return log_probs, token_ids
+
+    def _build_trees(self, num_reqs: int, log_probs: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Grow the trees of the batch's requests.
+
+        Args:
+            num_reqs: requests, padding included.
+            log_probs: float32 [num_reqs, positions, top_k].
+            token_ids: int64 [num_reqs, positions, top_k].
+
+        """
+        rt, reach, steps = self.runtime, self.reach, self.num_speculative_steps
         # A padded or dummy request's rows are inert: -1.
-        slots = self.tree_slots[:num_reqs]
-        slots.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
+        indices = self.tree_indices[:num_reqs]
+        indices.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
         build_trees(
             log_probs,
             token_ids,
-            slots,
+            indices,
             rt.trees,
             self.tree_tokens[:num_reqs],
             reach.positions,
             # Of shorter drafts the probabilities of larger trees are not known.
-            rt.meter.probabilities if reach is self.reaches[0] else None,
+            rt.meter.built if reach is self.reaches[0] else None,
         )
 
     def _store_hidden_states(
@@ -236,7 +279,7 @@ class DDTreeSpeculator(DFlashSpeculator):
     @torch.inference_mode()
     def propose(
         self,
-        input_batch: Any,
+        input_batch: InputBatch,
         attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor],
         last_hidden_states: torch.Tensor,
@@ -248,33 +291,23 @@ class DDTreeSpeculator(DFlashSpeculator):
     ) -> torch.Tensor:
         """Draft trees for the batch.
 
-        The drafter's context is the accepted path's rows in path order: vLLM drops the last
-        `num_rejected` rows of each request, so the path is gathered to the front first, where it
-        is not there already.
+        The arguments are vLLM's (`DFlashSpeculator.propose`).
 
         Returns:
-            [num_reqs, budget] int64, the trees' tokens in row order.
+            int64 [num_reqs, budget], the trees' tokens in row order.
 
         """
         step = self.runtime.step
-        reaches = [
-            self._choose_reach(kwargs.get("num_speculative_tokens"), kwargs.get("dummy_run", False))
-        ]
         if kwargs.get("skip_attn_for_dummy_run"):
-            reaches = self.reaches  # the profiling run: nothing is left to compile while serving
+            # The profiling run: with all of them, nothing is left to compile while serving.
+            reaches = self.reaches
+        else:
+            num_nodes = kwargs.get("num_speculative_tokens")
+            reaches = [self._choose_reach(num_nodes, kwargs.get("dummy_run", False))]
         if aux_hidden_states and step.verified and not step.as_chains:
-            if step.has_plain_rows:
-                path = self.runtime.rows.path[: input_batch.num_tokens]
-                size = sum(states.shape[1] for states in aux_hidden_states)
-                gathered = aux_hidden_states[0].new_empty(path.shape[0], size)
-                gather_states(aux_hidden_states, path, gathered)
-                aux_hidden_states = [gathered]
-            else:
-                # Where the draft's graph reads them (vLLM 0.33; without graphs, a new tensor).
-                staging = getattr(self, "_aux_staging", None)
-                input_batch, aux_hidden_states, num_rejected = reaches[0].context.gather(
-                    self.runtime, input_batch, aux_hidden_states, num_rejected, staging
-                )
+            input_batch, aux_hidden_states, num_rejected = self._path_to_front(
+                reaches[0], input_batch, aux_hidden_states, num_rejected
+            )
         for reach in reaches:
             with self._drafting(reach):
                 super().propose(
@@ -291,3 +324,33 @@ class DDTreeSpeculator(DFlashSpeculator):
         step.verified = False
         self.runtime.meter.publish()
         return self.tree_tokens[: input_batch.num_reqs]
+
+    def _path_to_front(
+        self,
+        reach: Reach,
+        batch: InputBatch,
+        aux_hidden_states: list[torch.Tensor],
+        num_rejected: torch.Tensor,
+    ) -> tuple[InputBatch, list[torch.Tensor], torch.Tensor]:
+        """The step's rows with each accepted path at the front of its request's rows.
+
+        vLLM takes the drafter's new context from there: it drops the last `num_rejected` rows of
+        each request.
+
+        Args:
+            reach: of the draft that follows.
+            batch: of the verify step.
+            aux_hidden_states: the target's, each [num_tokens, hidden size].
+            num_rejected: int32 [num_reqs], rows of each request that are not on its path.
+
+        """
+        paths = self.runtime.paths
+        if self.runtime.step.has_plain_rows:
+            sources = paths.gather_index[: batch.num_tokens]
+            columns = sum(states.shape[1] for states in aux_hidden_states)
+            gathered = aux_hidden_states[0].new_empty(sources.shape[0], columns)
+            gather_states(aux_hidden_states, sources, gathered)
+            return batch, [gathered], num_rejected
+        # Where the draft's graph reads them (vLLM 0.33; without graphs, a new tensor).
+        staging = getattr(self, "_aux_staging", None)
+        return reach.context.gather(paths, batch, aux_hidden_states, num_rejected, staging)

@@ -37,24 +37,25 @@ LABELS: dict[RoundKind, tuple[str, str]] = {
 
 @dataclass
 class StepKinds:
-    """How a step's requests verify, as far as the host knows."""
+    """How the requests of a step verify, as far as the host knows."""
 
-    chain: np.ndarray
-    """int32 [num_reqs], not 0 where a request verifies a spine for what its sampling needs."""
+    chain_only: np.ndarray
+    """int32 [num_reqs], not 0 where a request's sampling needs a chain."""
     asked: RoundKind
-    """The kind of those that do."""
+    """The kind of the requests whose sampling needs a chain."""
     others: RoundKind
-    """The kind of those that do not."""
+    """The kind of the other requests."""
 
 
-def step_kinds(chain: np.ndarray, all_chain: bool, others: RoundKind) -> StepKinds:
+def step_kinds(chain_only: np.ndarray, by_processors: bool, others: RoundKind) -> StepKinds:
     """Kinds of a step's requests.
 
     Args:
-        chain: int32 [num_reqs], as in `StepKinds`.
-        all_chain: whether that is so for the sake of the engine's logits processors.
+        chain_only: int32 [num_reqs], as in `StepKinds`.
+        by_processors: whether the engine's logits processors, not a request's own parameters, are
+            why all requests verify chains.
         others: as in `StepKinds`.
 
     """
-    asked = RoundKind.PROCESSORS if all_chain else RoundKind.PARAMETERS
-    return StepKinds(chain, asked, others)
+    asked = RoundKind.PROCESSORS if by_processors else RoundKind.PARAMETERS
+    return StepKinds(chain_only, asked, others)

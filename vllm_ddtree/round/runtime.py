@@ -1,48 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine's DDTree parts share: the trees by request slot and the rows of the present step.
+"""What the parts of one engine share: trees by request, and the rows and paths of the present step.
 
 A runtime belongs to one model runner. The runner's parts find it by the identity of their
 VllmConfig, so engines that live one after another (or side by side) in a process never meet.
 """
 
+from __future__ import annotations
+
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from vllm_ddtree.round.kinds import StepKinds
 from vllm_ddtree.round.meter import Meter
+from vllm_ddtree.round.paths import Paths
 from vllm_ddtree.round.rows import RowBuffers
+from vllm_ddtree.round.step import Step
 from vllm_ddtree.round.trees import TreeBuffers
 
-
-@dataclass
-class Step:
-    """Host-side facts of the verify step in progress."""
-
-    has_trees: bool = False
-    """Whether any request verifies drafts that are no chain: the attention needs the tree."""
-    max_verify_len: int = 0
-    """Rows of the longest request that verifies drafts, rows before its tree included; 0: none."""
-    num_tree_rows: int = 0
-    """Rows of all trees."""
-    as_chains: bool = False
-    """Whether the trees of the batch were turned into chains."""
-    has_plain_rows: bool = True
-    """Whether any row of the batch belongs to no tree (prefill, plain decode)."""
-    in_graph: bool = False
-    """Whether the step is a CUDA graph's capture or its dummy replay."""
-    verified: bool = False
-    """Whether the tree sampler ran, so that there is a path to commit."""
-    num_reqs: int = 0
-    req_ids: list[str] = field(default_factory=list)
-    query_start_loc: torch.Tensor | None = None
-    """[num_reqs + 1] int32."""
-    slot_mappings: torch.Tensor | None = None
-    """[num_kv_groups, num_tokens] int64, the target's slots by row."""
-    kinds: StepKinds | None = None
-    """How each request verifies; None in a graph's capture."""
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
 
 
 @dataclass
@@ -50,21 +27,25 @@ class Runtime:
     """State shared by speculator, model state, attention and sampler of one engine."""
 
     budget: int
+    """Most nodes of a tree."""
     max_depth: int
     """Deepest node that there can be: the depth limit, or the budget where that is smaller."""
     top_k: int
+    """Candidates of a draft position."""
     trees: TreeBuffers
+    """The trees, by request."""
     rows: RowBuffers
-    path_rows: torch.Tensor
-    """[max_num_reqs, max_depth + 1] int32: tree row of each path element, root first."""
-    path_lens: torch.Tensor
-    """[max_num_reqs] int32: path elements, root included."""
+    """The rows of the step in progress."""
+    paths: Paths
+    """The accepted paths of the step in progress."""
     meter: Meter
+    """What the rounds have shown so far."""
     chains_asked: bool = False
     """Whether the scheduler (or a capture) wants the step's trees verified as chains."""
     step: Step = field(default_factory=Step)
-    attention_form: str = ""
-    """How the target verifies, in words (start-up line)."""
+    """The step in progress, as the host knows it."""
+    attention_words: str = ""
+    """How the target verifies (start-up line)."""
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +56,7 @@ class Runtime:
 _runtimes: dict[int, Runtime] = {}
 
 
-def create(vllm_config: Any, device: torch.device) -> Runtime:
+def create(vllm_config: VllmConfig, device: torch.device) -> Runtime:
     """A runtime for this configuration's runner, kept until taken or the configuration goes."""
     spec = vllm_config.speculative_config
     scheduler = vllm_config.scheduler_config
@@ -86,8 +67,7 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
         top_k=spec.top_k,
         trees=TreeBuffers(max_num_reqs, spec.budget, device),
         rows=RowBuffers(max_num_tokens, max_num_reqs, spec.budget, device),
-        path_rows=torch.zeros(max_num_reqs, spec.max_depth + 1, dtype=torch.int32, device=device),
-        path_lens=torch.zeros(max_num_reqs, dtype=torch.int32, device=device),
+        paths=Paths.empty(max_num_reqs, spec.max_depth, max_num_tokens, device),
         meter=Meter(spec.budget, device),
     )
     key = id(vllm_config)
@@ -96,7 +76,7 @@ def create(vllm_config: Any, device: torch.device) -> Runtime:
     return runtime
 
 
-def take(vllm_config: Any) -> Runtime:
+def take(vllm_config: VllmConfig) -> Runtime:
     """The runtime created for exactly this configuration object; handed over once.
 
     From here on it lives and goes with the runner's own parts, whoever else may keep the

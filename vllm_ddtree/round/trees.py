@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trees in device memory, one per request slot, at fixed addresses."""
+"""The trees in device memory, one per request, at fixed addresses."""
+
+from __future__ import annotations
 
 import torch
 
@@ -14,25 +16,19 @@ def words(budget: int) -> int:
 
 
 class TreeBuffers:
-    """Persistent trees by slot (vLLM's request-state index), written in place.
+    """Persistent trees by index (vLLM's request-state index), written in place.
 
-    With S = max_num_reqs, N = budget + 1 rows a tree (row 0 = root) and W = words(budget):
+    S = max_num_reqs, W = words(budget), and a tree has N = budget + 1 rows, of which row 0 is the
+    root. All trees are empty at first.
 
-    tokens:    int32 [S, N], token of each node (row 0 and unused rows: 0)
-    parents:   int32 [S, N], row of the parent (root and unused rows: -1)
-    depths:    int32 [S, N], distance from the root (root: 0; unused rows: 1)
-    masks:     int32 [S, N, W], bit b of word w is set when row 32 * w + b is the row itself or one
-               of its ancestors (unused rows: the root and the row itself)
-    num_nodes: int32 [S], valid nodes, 0..budget; rows num_nodes + 1 .. budget are unused
-    chain:     int32 [S], 1 to build only the spine; read by the builder, written by whoever sets
-               the policy
-    intervals: int32 [S, 2, N], the builder's scratch
-    spines:    int32 [S, 31], the most probable token of each depth, as far as the drafter goes
-    claims:    int32 [S, 2, N], path probability times 2^20 of each row of the tree, and of each
-               depth of the spine; 0 for what is not there
+    Args:
+        max_num_reqs: most requests.
+        budget: most nodes of a tree, 1 to 255.
+        device: where the trees are.
 
-    Every slot starts as the empty tree. Raises ValueError for a budget outside 1..255 or no request
-    slots.
+    Raises:
+        ValueError: the budget is outside 1 to 255, or there is no request.
+
     """
 
     def __init__(self, max_num_reqs: int, budget: int, device: torch.device | str) -> None:
@@ -50,16 +46,28 @@ class TreeBuffers:
             return torch.full((max_num_reqs, *shape), value, dtype=torch.int32, device=device)
 
         self.tokens = full(0, num_rows)
+        """int32 [S, N], token of each node; 0 for the root and unused rows."""
         self.parents = full(-1, num_rows)
+        """int32 [S, N], row of the parent; -1 for the root and unused rows."""
         self.depths = full(1, num_rows)
+        """int32 [S, N], distance from the root; 1 for unused rows."""
         self.depths[:, 0] = 0
         self.masks = full(0, num_rows, self.num_words)
+        """int32 [S, N, W], bit b of word w is set when row 32 * w + b is the row itself or one of
+        its ancestors. An unused row has the bits of the root and of itself."""
         self.masks.copy_(_empty_masks(budget))
         self.num_nodes = full(0)
-        self.chain = full(0)
-        self.intervals = full(0, 2, num_rows)
-        self.spines = full(0, MAX_DEPTH)
+        """int32 [S], nodes of the tree, 0 to budget; the rows behind them are unused."""
+        self.chain_only = full(0)
+        """int32 [S], 1 for a request that verifies its chain alone: its tree is built without
+        siblings. The builder reads it, the model state writes it."""
+        self.chains = full(0, MAX_DEPTH)
+        """int32 [S, 31], the drafter's most probable token at each depth, as far as it drafted."""
         self.claims = full(0, 2, num_rows)
+        """int32 [S, 2, N], path probability times 2^20 of each row of the tree, then of each depth
+        of the chain; 0 for what is not there."""
+        self.intervals = full(0, 2, num_rows)
+        """int32 [S, 2, N], scratch of the builder."""
 
 
 def _empty_masks(budget: int) -> torch.Tensor:

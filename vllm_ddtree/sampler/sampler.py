@@ -2,19 +2,21 @@
 """The tree rejection sampler: vLLM's own sampling at every tree row, then the walk.
 
 It stands where vLLM's `RejectionSampler` stands (v1/worker/gpu/spec_decode/rejection_sampler.py)
-and keeps its interface. At every row the target's own choice is drawn by vLLM's `Sampler.sample`
-(argmax, or the Gumbel draw keyed by seed and position after vLLM's own processing), with the
-position of the row in the
-sequence: committed length + depth. So a seeded request gets the tokens it gets without speculation.
+and keeps its interface. vLLM's `Sampler.sample` draws the target's own choice at every row: argmax,
+or the Gumbel draw keyed by seed and position, after vLLM's own processing. A row's position is the
+one that its token has in the sequence, committed length + depth. So a seeded request gets the
+tokens that it gets without speculation.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -25,9 +27,18 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 )
 
 from vllm_ddtree import integration
+from vllm_ddtree.round.emitted import Emitted
 from vllm_ddtree.round.kinds import StepKinds
-from vllm_ddtree.round.runtime import Runtime
+from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
+
+if TYPE_CHECKING:
+    import numpy as np
+    from vllm.config.speculative import SpeculativeConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from vllm_ddtree.round.runtime import Runtime
 
 
 @dataclass
@@ -35,6 +46,36 @@ class TreeSamplerOutput(SamplerOutput):
     """vLLM's output of a step's sampling, and how each request verified."""
 
     kinds: StepKinds | None = None
+    """How each request verified; None in a graph's capture."""
+
+
+@dataclass
+class _Drafts:
+    """What the rows of a batch verify."""
+
+    tokens: torch.Tensor
+    """int [num_logits], the token of each row."""
+    acceptable: torch.Tensor
+    """int [num_logits], the same, -1 where a draft may not be accepted."""
+
+
+@dataclass
+class _Chunk:
+    """A range of a batch's requests, and of their logits.
+
+    A large batch is sampled in chunks, as in vLLM, to bound the float32 copy of the logits.
+    """
+
+    requests: slice
+    logits: slice
+    layout: Layout
+
+    @classmethod
+    def of(cls, batch: InputBatch, start: int, end: int) -> _Chunk:
+        """Requests `start` to `end` of a batch."""
+        first, last = int(batch.cu_num_logits_np[start]), int(batch.cu_num_logits_np[end])
+        layout = Layout.of(batch).part(start, end, first)
+        return cls(slice(start, end), slice(first, last), layout)
 
 
 class TreeRejectionSampler(RejectionSampler):
@@ -44,34 +85,73 @@ class TreeRejectionSampler(RejectionSampler):
         sampler: vLLM's `Sampler` of this runner.
         speculative_config: the engine's DDTreeConfig.
         device: where the logits are.
-        runtime: the engine's trees and rows.
+        runtime: the engine's trees, rows and paths.
 
     """
 
     def __init__(
-        self, sampler: Any, speculative_config: Any, device: torch.device, runtime: Runtime
+        self,
+        sampler: Sampler,
+        speculative_config: SpeculativeConfig,
+        device: torch.device,
+        runtime: Runtime,
     ) -> None:
         super().__init__(sampler, speculative_config, device)
         self.runtime = runtime
 
     def __call__(
         self,
-        logits: torch.Tensor,  # [num_logits, vocab]
+        logits: torch.Tensor,
         input_batch: InputBatch,
         draft_logits: torch.Tensor | None = None,
-        invalid_drafts: torch.Tensor | None = None,  # [num_logits] bool
+        invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Accepted tokens and bonus token of every request.
+        """Sample every row, walk every tree.
+
+        Args:
+            logits: float [num_logits, vocab], the target's.
+            input_batch: the step's batch.
+            draft_logits: not read; trees are verified without them.
+            invalid_drafts: bool [num_logits], drafts that a grammar refuses.
 
         Returns:
-            sampled_token_ids [num_reqs, 2 * (depth + 1)] int64: accepted tokens and bonus token,
-            then the walk's facts (vLLM looks at the first num_sampled entries alone); num_sampled =
-            accepted + 1 and num_rejected = drafts - accepted, [num_reqs] int32.
+            vLLM's output, by request:
+
+            sampled_token_ids: int64 [num_reqs, 2 * P], accepted tokens and bonus token, then the
+                facts (`Emitted`). vLLM looks at the first num_sampled entries alone.
+            num_sampled: int32 [num_reqs], accepted nodes + 1.
+            num_rejected: int32 [num_reqs], drafts that were not accepted.
 
         """
         runtime, batch = self.runtime, input_batch
         num_nans = _nans(logits, batch) if self.sampler.compute_nans else None
-        drafts, _ = gather_draft_sampled(
+        drafts = self._drafts(batch, invalid_drafts)
+        emitted = Emitted.empty(batch.num_reqs, runtime.max_depth, logits.device)
+        logprobs_dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
+        logprobs = [
+            self._verify(logits, batch, _Chunk.of(batch, *requests), drafts, emitted, logprobs_dims)
+            for requests in _chunks(batch, logits)
+        ]
+        runtime.step.verified = True
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            emitted.num_sampled,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
+        )
+        return TreeSamplerOutput(
+            sampled_token_ids=emitted.tokens_and_facts,
+            logprobs_tensors=_join(logprobs, batch.cu_num_logits_np),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            kinds=runtime.step.kinds,
+        )
+
+    def _drafts(self, batch: InputBatch, invalid_drafts: torch.Tensor | None) -> _Drafts:
+        """The token of each row, from the batch's inputs."""
+        tokens, _ = gather_draft_sampled(
             batch.input_ids,
             batch.positions,  # linear: vLLM finds placeholders by the row's index
             batch.logits_indices,
@@ -79,118 +159,120 @@ class TreeRejectionSampler(RejectionSampler):
             batch.expanded_local_pos,
             self.sampler.req_states.prefill_len.gpu,
         )
-        checked = drafts if invalid_drafts is None else drafts.masked_fill(invalid_drafts, -1)
-        num_reqs = batch.num_reqs
-        # One tensor, so that vLLM's copy to the host takes the facts along.
-        path_len = runtime.max_depth + 1
-        both = torch.empty(num_reqs, 2 * path_len, dtype=torch.int64, device=logits.device)
-        sampled, facts = both[:, :path_len], both[:, path_len:]
-        num_sampled = torch.empty(num_reqs, dtype=torch.int32, device=logits.device)
-        logprobs_dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
-        # In chunks of requests, as vLLM does, to bound the float32 copy of the logits.
-        limit = get_max_chunk_logits(logits.shape[1])
-        cu = batch.cu_num_logits_np
-        chunks = [(0, num_reqs)]
-        if logits.shape[0] > limit:
-            chunks = integration.request_chunks(cu, limit)
-        logprobs = [
-            self._verify_chunk(
-                logits,
-                batch,
-                start,
-                end,
-                drafts,
-                checked,
-                sampled,
-                facts,
-                num_sampled,
-                logprobs_dims,
-            )
-            for start, end in chunks
-        ]
-        runtime.step.verified = True
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled,
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            self.sampler.req_states.prefill_len.gpu,
-        )
-        return TreeSamplerOutput(
-            sampled_token_ids=both,
-            logprobs_tensors=_join(logprobs, cu),
-            num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-            kinds=runtime.step.kinds,
-        )
+        if invalid_drafts is None:
+            return _Drafts(tokens, tokens)
+        return _Drafts(tokens, tokens.masked_fill(invalid_drafts, -1))
 
-    def _verify_chunk(
+    def _verify(
         self,
-        logits: torch.Tensor,  # [num_logits, vocab]
+        logits: torch.Tensor,
         batch: InputBatch,
-        start: int,
-        end: int,
-        drafts: torch.Tensor,  # [num_logits]
-        checked: torch.Tensor,  # [num_logits], -1 where a draft may not be accepted
-        sampled: torch.Tensor,  # [num_reqs, depth + 1], written for the chunk
-        facts: torch.Tensor,  # [num_reqs, depth + 1], written for the chunk
-        num_sampled: torch.Tensor,  # [num_reqs], written for the chunk
-        logprobs_dims: tuple[int, int] | None,  # columns: best tokens, logprob_token_ids
+        chunk: _Chunk,
+        drafts: _Drafts,
+        emitted: Emitted,
+        logprobs_dims: tuple[int, int] | None,
     ) -> LogprobsTensors | None:
-        """Choose at every row of requests start to end, walk, and take the emitted tokens'
-        logprobs, each from the row that chose it."""
-        runtime, cu = self.runtime, batch.cu_num_logits_np
-        lo, hi = int(cu[start]), int(cu[end])
-        choices, processed = self.sampler.sample(
-            logits[lo:hi],
-            batch.expanded_idx_mapping[lo:hi],
-            batch.idx_mapping[start:end],
-            batch.idx_mapping_np[start:end],
-            runtime.rows.positions[batch.logits_indices[lo:hi]],
-            drafts[lo:hi],
-            batch.expanded_local_pos[lo:hi],
-            batch.seq_lens_cpu_upper_bound.numpy()[start:end],
-            return_logprobs=logprobs_dims is not None,
-        )
-        cu_num_logits = batch.cu_num_logits[start : end + 1] - lo if start else batch.cu_num_logits
-        walk(
-            choices,
-            checked[lo:hi],
-            runtime.trees.parents,
-            batch.idx_mapping[start:end],
-            cu_num_logits,
-            batch.query_start_loc[start : end + 1],
-            sampled[start:end],
-            num_sampled[start:end],
-            runtime.path_rows[start:end],
-            runtime.path_lens[start:end],
-            runtime.rows.path,
-            runtime.trees.chain,
-            runtime.trees.claims[:, int(runtime.step.as_chains)],
-            runtime.meter.accepted(runtime.step.as_chains),
-            facts[start:end],
-        )
+        """The stages for one chunk of the batch: sample, walk, logprobs.
+
+        A function of its own, so that a chunk's processed logits are freed before the next one's
+        are made.
+        """
+        with_logprobs = logprobs_dims is not None
+        choices, processed = self._sample(logits, batch, chunk, drafts, with_logprobs)
+        self._walk(choices, chunk, drafts, emitted)
         if logprobs_dims is None:
             return None
-        rows = path_logit_rows(
-            runtime.path_rows[start:end],
-            runtime.path_lens[start:end],
-            cu_num_logits[: end - start + 1],
-            torch.empty(hi - lo, dtype=torch.int64, device=logits.device),
-        )
         use_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        scored = processed if use_processed else logits[chunk.logits]
+        return self._logprobs(scored, choices, batch, chunk, logprobs_dims)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        chunk: _Chunk,
+        drafts: _Drafts,
+        with_logprobs: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's own choice at every row of a chunk.
+
+        Returns:
+            int64 [rows], the choices, and float [rows, vocab], the logits after processing.
+
+        """
+        requests, rows = chunk.requests, chunk.logits
+        return self.sampler.sample(
+            logits[rows],
+            batch.expanded_idx_mapping[rows],
+            batch.idx_mapping[requests],
+            batch.idx_mapping_np[requests],
+            self.runtime.rows.positions[batch.logits_indices[rows]],
+            drafts.tokens[rows],
+            batch.expanded_local_pos[rows],
+            batch.seq_lens_cpu_upper_bound.numpy()[requests],
+            return_logprobs=with_logprobs,
+        )
+
+    def _walk(
+        self, choices: torch.Tensor, chunk: _Chunk, drafts: _Drafts, emitted: Emitted
+    ) -> None:
+        """Follow the choices down the trees of a chunk."""
+        rt, start, end = self.runtime, chunk.requests.start, chunk.requests.stop
+        walk(
+            choices,
+            drafts.acceptable[chunk.logits],
+            rt.trees,
+            chunk.layout,
+            rt.paths.part(start, end),
+            emitted.part(start, end),
+            rt.meter.verified(rt.trees, rt.step.as_chains),
+        )
+
+    def _logprobs(
+        self,
+        scored: torch.Tensor,
+        choices: torch.Tensor,
+        batch: InputBatch,
+        chunk: _Chunk,
+        dims: tuple[int, int],
+    ) -> LogprobsTensors:
+        """Logprobs of a chunk's emitted tokens, each from the row that chose it.
+
+        Args:
+            scored: float [rows, vocab], the logits that logprobs are made of.
+            choices: int64 [rows].
+            batch: the step's batch.
+            chunk: of the batch, after its walk.
+            dims: columns of best tokens, and of `logprob_token_ids`.
+
+        """
+        start, end = chunk.requests.start, chunk.requests.stop
+        num_reqs, num_rows = end - start, choices.shape[0]
+        rows = path_logit_rows(
+            self.runtime.paths.part(start, end),
+            chunk.layout.cu_num_logits[: num_reqs + 1],
+            torch.empty(num_rows, dtype=torch.int64, device=choices.device),
+        )
+        cu_num_logits = batch.cu_num_logits_np[start : end + 1] - chunk.logits.start
         # Not vLLM's `_get_logprobs_tensors`, which leaves out `logprob_token_ids`.
         return compute_topk_scores(
-            (processed if use_processed else logits[lo:hi])[rows],
-            logprobs_dims[0],
+            scored[rows],
+            dims[0],
             choices[rows],
-            (cu[start : end + 1] - lo).tolist() if hi - lo != end - start else None,
+            cu_num_logits.tolist() if num_rows != num_reqs else None,
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
-            expanded_idx_mapping=batch.expanded_idx_mapping[lo:hi],
-            max_per_req_token_ids=logprobs_dims[1],
+            expanded_idx_mapping=batch.expanded_idx_mapping[chunk.logits],
+            max_per_req_token_ids=dims[1],
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )
+
+
+def _chunks(batch: InputBatch, logits: torch.Tensor) -> list[tuple[int, int]]:
+    """(first request, end) of each chunk of a batch."""
+    limit = get_max_chunk_logits(logits.shape[1])
+    if logits.shape[0] <= limit:
+        return [(0, batch.num_reqs)]
+    return integration.request_chunks(batch.cu_num_logits_np, limit)
 
 
 def _nans(logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
@@ -201,8 +283,16 @@ def _nans(logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:
     return by_row.new_zeros(batch.num_reqs).index_add_(0, request, by_row)
 
 
-def _join(chunks: list[LogprobsTensors | None], cu_num_logits: Any) -> LogprobsTensors | None:
-    """Logprobs of the whole batch; cu_num_logits is NumPy int32 [num_reqs + 1]."""
+def _join(
+    chunks: list[LogprobsTensors | None], cu_num_logits: np.ndarray
+) -> LogprobsTensors | None:
+    """Logprobs of the whole batch, None without any.
+
+    Args:
+        chunks: of each chunk.
+        cu_num_logits: int32 [num_reqs + 1].
+
+    """
     there = [chunk for chunk in chunks if chunk is not None]
     if len(there) < 2:
         return there[0] if there else None

@@ -25,30 +25,35 @@ MAX_TOP_K = 64
 def build_trees(
     log_probs: torch.Tensor,
     token_ids: torch.Tensor,
-    slots: torch.Tensor,
+    indices: torch.Tensor,
     trees: TreeBuffers,
     draft_tokens: torch.Tensor,
     depth_limit: int,
     probabilities: torch.Tensor | None = None,
 ) -> None:
-    """Grow one tree per batch row into its slot of `trees`, equal to `reference.build_tree`.
-
-    log_probs:    float32 [R, D, K], D <= 31, K <= 64, best candidate first; the last dimension
-                  contiguous
-    token_ids:    int32 or int64 [R, D, K], the last dimension contiguous
-    slots:        int32 or int64 [R], request slot of each batch row; -1 leaves every slot as it is
-    trees:        written at `slots`, except `chain`, which is read
-    draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and where
-                  the slot is -1
-    depth_limit:  deepest node, 1..D
-    probabilities: int64 [2, N], in/out: 2^20 times the path probability of each row of the tree,
-                  and of each depth of its spine, is added, unless the request asks for a spine
-                  (budget/meter.py)
+    """Grow one tree per batch row into `trees`, equal to `reference.build_tree`.
 
     Reads and writes only device memory and allocates nothing, so it can be captured in a graph.
-    Slots other than -1 must differ. Raises ValueError when a shape, dtype or limit does not fit.
+
+    Args:
+        log_probs: float32 [R, D, K], D <= 31, K <= 64, best candidate first; contiguous in the last
+            dimension.
+        token_ids: int32 or int64 [R, D, K], contiguous in the last dimension.
+        indices: int32 or int64 [R], index in `trees` of each batch row, all different; a row of -1
+            has no tree.
+        trees: written at `indices`; `chain_only` is read.
+        draft_tokens: int64 [R, budget], out: token of node i at [r, i - 1]; 0 for unused rows and
+            for batch rows without a tree.
+        depth_limit: deepest node, 1 to D.
+        probabilities: int64 [2, N], in/out (`Meter.built`): 2^20 times the path probability of each
+            row of the tree, and of each depth of its chain, is added. A request that verifies its
+            chain alone adds nothing.
+
+    Raises:
+        ValueError: a shape, dtype or limit does not fit.
+
     """
-    _check(log_probs, token_ids, slots, trees, draft_tokens, depth_limit)
+    _check(log_probs, token_ids, indices, trees, draft_tokens, depth_limit)
     num_reqs = log_probs.shape[0]
     if num_reqs == 0:
         return
@@ -59,7 +64,7 @@ def build_trees(
         token_ids,
         token_ids.stride(0),
         token_ids.stride(1),
-        slots,
+        indices,
         draft_tokens,
         draft_tokens.stride(0),
         trees.tokens,
@@ -67,9 +72,9 @@ def build_trees(
         trees.depths,
         trees.masks,
         trees.num_nodes,
-        trees.chain,
+        trees.chain_only,
         trees.intervals,
-        trees.spines,
+        trees.chains,
         trees.claims,
         probabilities,
         0 if probabilities is None else probabilities.stride(0),
@@ -85,7 +90,7 @@ def build_trees(
 def _check(
     log_probs: torch.Tensor,
     token_ids: torch.Tensor,
-    slots: torch.Tensor,
+    indices: torch.Tensor,
     trees: TreeBuffers,
     draft_tokens: torch.Tensor,
     depth_limit: int,
@@ -112,12 +117,13 @@ def _check(
                 f"{name} has stride {tensor.stride(2)} in its last dimension; "
                 "make it contiguous there"
             )
-    if slots.shape != (num_reqs,) or slots.dtype not in (torch.int32, torch.int64):
+    if indices.shape != (num_reqs,) or indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"slots must be int32 or int64 [{num_reqs}], got {slots.dtype} {list(slots.shape)}"
+            f"indices must be int32 or int64 [{num_reqs}], "
+            f"got {indices.dtype} {list(indices.shape)}"
         )
-    if not slots.is_contiguous():
-        raise ValueError(f"slots has stride {slots.stride(0)}; make it contiguous")
+    if not indices.is_contiguous():
+        raise ValueError(f"indices has stride {indices.stride(0)}; make it contiguous")
     if draft_tokens.shape != (num_reqs, trees.budget) or draft_tokens.dtype != torch.int64:
         raise ValueError(
             f"draft_tokens must be int64 [{num_reqs}, {trees.budget}], "
@@ -143,7 +149,7 @@ def _build_trees_kernel(
     token_ids_ptr,  # int [R, D, K]
     token_ids_stride_r,
     token_ids_stride_d,
-    slots_ptr,  # int [R]
+    indices_ptr,  # int [R]
     draft_tokens_ptr,  # int64 [R, budget]
     draft_tokens_stride_r,
     tokens_ptr,  # int32 [S, N]
@@ -151,9 +157,9 @@ def _build_trees_kernel(
     depths_ptr,  # int32 [S, N]
     masks_ptr,  # int32 [S, N, W]
     num_nodes_ptr,  # int32 [S]
-    chain_ptr,  # int32 [S]
+    chain_only_ptr,  # int32 [S]
     intervals_ptr,  # int32 [S, 2, N]
-    spines_ptr,  # int32 [S, 31]
+    chains_ptr,  # int32 [S, 31]
     claims_ptr,  # int32 [S, 2, N]
     probabilities_ptr,  # int64 [2, N] or None
     probabilities_stride,
@@ -178,14 +184,14 @@ def _build_trees_kernel(
     row = tl.arange(0, BLOCK)
     in_tree = row < NUM_ROWS
     draft_ptrs = draft_tokens_ptr + batch_row * draft_tokens_stride_r + row - 1
-    slot = tl.load(slots_ptr + batch_row).to(tl.int64)
-    if slot < 0:
+    index = tl.load(indices_ptr + batch_row).to(tl.int64)
+    if index < 0:
         tl.store(draft_ptrs, tl.zeros([BLOCK], tl.int64), mask=in_tree & (row > 0))
         return
 
     log_probs_ptr += batch_row * log_probs_stride_r
     stride_d = tl.cast(log_probs_stride_d, tl.int64)
-    siblings = tl.load(chain_ptr + slot) == 0
+    siblings = tl.load(chain_only_ptr + index) == 0
 
     # Scores are compared as int32 of the same order: negative floats have all bits but the sign
     # flipped. The root's candidate is the first token. 0.0 + x is never -0.0, and neither is any
@@ -232,15 +238,15 @@ def _build_trees_kernel(
         new += 1
 
     level = tl.arange(0, 32)
-    spine = tl.load(
+    chain = tl.load(
         token_ids_ptr + batch_row * token_ids_stride_r + level.to(tl.int64) * token_ids_stride_d,
         mask=level < DEPTH_LIMIT,
         other=0,
     )
-    tl.store(spines_ptr + slot * 31 + level, spine.to(tl.int32), mask=level < DEPTH_LIMIT)
+    tl.store(chains_ptr + index * 31 + level, chain.to(tl.int32), mask=level < DEPTH_LIMIT)
 
     num_nodes = new - 1
-    tl.store(num_nodes_ptr + slot, num_nodes)
+    tl.store(num_nodes_ptr + index, num_nodes)
     valid = row <= num_nodes
     is_node = valid & (row > 0)
     # `cumulative` is 0 for the root, whose claim is 1.
@@ -251,17 +257,17 @@ def _build_trees_kernel(
         other=0.0,
     )
     best = tl.where(best > float("-inf"), best, float("-inf"))  # NaN goes too
-    spine_claim = (tl.exp(tl.cumsum(best, axis=0)) * 1048576.0).to(tl.int32)
-    spine_claim = tl.where(level <= DEPTH_LIMIT, spine_claim, 0)
-    claims_ptr += slot * (2 * NUM_ROWS)
+    chain_claim = (tl.exp(tl.cumsum(best, axis=0)) * 1048576.0).to(tl.int32)
+    chain_claim = tl.where(level <= DEPTH_LIMIT, chain_claim, 0)
+    claims_ptr += index * (2 * NUM_ROWS)
     tl.store(claims_ptr + row, claim, mask=in_tree)
-    tl.store(claims_ptr + NUM_ROWS + level, spine_claim, mask=level < NUM_ROWS)
+    tl.store(claims_ptr + NUM_ROWS + level, chain_claim, mask=level < NUM_ROWS)
     if probabilities_ptr is not None:
         claim = tl.where(siblings, claim, 0).to(tl.int64)
         tl.atomic_add(probabilities_ptr + row, claim, mask=in_tree, sem="relaxed")
-        spine_claim = tl.where(siblings, spine_claim, 0).to(tl.int64)
+        chain_claim = tl.where(siblings, chain_claim, 0).to(tl.int64)
         probabilities_ptr += probabilities_stride
-        tl.atomic_add(probabilities_ptr + level, spine_claim, mask=level < NUM_ROWS, sem="relaxed")
+        tl.atomic_add(probabilities_ptr + level, chain_claim, mask=level < NUM_ROWS, sem="relaxed")
     depth = (won >> DEPTH_AT) & 31
     token = tl.load(
         token_ids_ptr
@@ -272,7 +278,7 @@ def _build_trees_kernel(
         other=0,
     )
     tl.store(draft_ptrs, token.to(tl.int64), mask=in_tree & (row > 0))
-    rows = slot * NUM_ROWS + row
+    rows = index * NUM_ROWS + row
     tl.store(tokens_ptr + rows, token.to(tl.int32), mask=in_tree)
     tl.store(parents_ptr + rows, tl.where(is_node, (won >> ROW_AT) & 255, -1), mask=in_tree)
     tl.store(
@@ -284,7 +290,7 @@ def _build_trees_kernel(
     position = tl.where(valid, position, row)
     end = tl.where(valid, 511 - (key >> END_AT), row + 1)
     end = tl.where(row == 0, BLOCK, end)
-    intervals_ptr += slot * (2 * NUM_ROWS)
+    intervals_ptr += index * (2 * NUM_ROWS)
     tl.store(intervals_ptr + row, position, mask=in_tree)
     tl.store(intervals_ptr + NUM_ROWS + row, end, mask=in_tree)
     tl.debug_barrier()

@@ -13,24 +13,21 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Tree:
-    """A draft tree of `n` nodes under a root. Row 0 is the root, row `i` the i-th node popped.
-
-    tokens:  int64 [n + 1], token of each row (root: 0, it is the last sampled token and not the
-             tree's to say)
-    parents: int32 [n + 1], row of the parent (root: -1); a parent's row is smaller than its child's
-    depths:  int32 [n + 1], distance from the root
-    ranks:   int32 [n + 1], place of the token among its position's candidates, 0 = most probable
-             (root: -1)
-    scores:  float32 [n + 1], sum of the path's log-probs (root: 0)
-    masks:   bool [n + 1, n + 1], masks[i, j] when row j is row i itself or one of its ancestors
-    """
+    """A draft tree of `n` nodes under a root. Row 0 is the root, row `i` the i-th node popped."""
 
     tokens: NDArray[np.int64]
+    """int64 [n + 1], token of each row; 0 for the root, whose token is not the tree's to say."""
     parents: NDArray[np.int32]
+    """int32 [n + 1], row of the parent, smaller than the row itself; -1 for the root."""
     depths: NDArray[np.int32]
+    """int32 [n + 1], distance from the root."""
     ranks: NDArray[np.int32]
+    """int32 [n + 1], place of the token among its position's candidates, 0 is the most probable; -1
+    for the root."""
     scores: NDArray[np.float32]
+    """float32 [n + 1], sum of the path's log-probs; 0 for the root."""
     masks: NDArray[np.bool_]
+    """bool [n + 1, n + 1], masks[i, j] when row j is row i itself or one of its ancestors."""
 
     @property
     def num_nodes(self) -> int:
@@ -53,11 +50,16 @@ def build_tree(
     before its extensions. A candidate whose score is not above -inf (a log-prob of -inf or NaN)
     does not exist, and neither do its later siblings.
 
-    log_probs:   float32 [D, K], candidates of each draft position, natural logarithm, best first
-    token_ids:   int [D, K]
-    budget:      most nodes, without the root
-    depth_limit: deepest node, at most D (None: D)
-    chain:       only the spine, rank 0 at every depth
+    Args:
+        log_probs: float32 [D, K], candidates of each draft position, natural logarithm, best first.
+        token_ids: int [D, K], their tokens.
+        budget: most nodes, without the root.
+        depth_limit: deepest node, at most D; None: D.
+        chain: whether to grow the chain alone, rank 0 at every depth.
+
+    Raises:
+        ValueError: the shapes differ.
+
     """
     if log_probs.ndim != 2 or log_probs.shape != token_ids.shape:
         raise ValueError(
@@ -109,10 +111,14 @@ def build_tree(
 def accepted_path(tree: Tree, choices: NDArray[np.integer]) -> tuple[list[int], int]:
     """Follow the target's own choices from the root while they are in the tree.
 
-    choices: int [n + 1], the token that the target chose after each row
+    Args:
+        tree: a draft tree.
+        choices: int [n + 1], the token that the target chose after each row.
 
-    Returns the rows of the accepted nodes in path order (the root is left out; empty if no child
-    matches) and the bonus token: the first choice that is not a child.
+    Returns:
+        The rows of the accepted nodes in path order (without the root; empty if no child matches),
+        and the bonus token: the first choice that is not a child.
+
     """
     rows: list[int] = []
     row = 0

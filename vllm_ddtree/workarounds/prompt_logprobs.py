@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No prompt logprobs for rows that are no prompt's.
+"""Prompt logprobs without those of draft rows.
 
-vLLM's scheduler gives a new request with one token left to compute as many rows as the running
-ones have ("Pad new decode requests", v1/core/sched/scheduler.py), and its worker takes all of them
-for the prompt's (v1/worker/gpu/sample/prompt_logprob.py).
+vLLM, v1/core/sched/scheduler.py, `Scheduler.schedule` ("Pad new decode requests"): a new request
+with one token left to compute gets as many rows as the running requests have. vLLM's worker
+(v1/worker/gpu/sample/prompt_logprob.py) takes all of these rows for the prompt's and returns
+logprobs for them.
+
+It can go when the worker leaves out rows beyond the prompt.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
 
 
-def drop_padded(scheduler_output: Any, model_runner_output: Any) -> None:
+def drop_padded(scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> None:
     """Drop what a step has computed for new requests with draft rows.
 
-    Of such a prompt only the last token was computed, which no token of the prompt follows.
+    Only the last token of such a prompt was computed, and no token of the prompt follows it.
     """
     if found := model_runner_output.prompt_logprobs_dict:
         for request in scheduler_output.scheduled_new_reqs:

@@ -1,15 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses a request that is more than vLLM's worker has room for, before it reaches the worker."""
+"""Requests that are larger than vLLM's worker has room for are refused before they reach it.
 
-from typing import Any
+vLLM, v1/worker/gpu/sample/bad_words.py and logit_bias.py: the worker raises when a request has too
+many bad words, allowed tokens or stop tokens. That stops the engine, and with it all other
+requests.
+
+It can go when vLLM checks these limits in its front-end (v1/engine/input_processor.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from vllm_ddtree import integration
 
+if TYPE_CHECKING:
+    from vllm.sampling_params import SamplingParams
 
-def check(params: Any) -> None:
-    """Raises VLLMValidationError, a 400 of a server, for SamplingParams that would stop the engine.
 
-    They must be complete: bad words as tokens, the model's own stop tokens among the others.
+def check(params: SamplingParams) -> None:
+    """Refuse parameters that would stop the engine.
+
+    Args:
+        params: complete, with bad words as tokens and the model's own stop tokens.
+
+    Raises:
+        VLLMValidationError: a limit is exceeded; a server answers with status 400.
+
     """
     from vllm.exceptions import VLLMValidationError
 

@@ -6,33 +6,47 @@ keep their cache in a layout of their own ([num_blocks, Hkv, block_size, K | V])
 reference.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from vllm_ddtree.attention.kernels.reference import tree_attention_reference
-from vllm_ddtree.attention.scales import scales_of
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.layer import Variant, scales_of
+from vllm_ddtree.integration.attention import host_cache_scales
 
-FORM = "PyTorch reference"
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.attention import Attention
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 
 class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
-    """The reference in place of the C++ kernels, for every row."""
+    """The reference in place of the C++ kernels: one pass for every row, in trees or outside."""
 
+    vllm_impl = CPUAttentionBackendImpl
     tree_variant = Variant()  # the layer's own takes its place
 
     def do_kv_cache_update(
         self,
-        layer: torch.nn.Module,
-        key: torch.Tensor,  # [T, Hkv, Dh]
-        value: torch.Tensor,  # [T, Hkv, Dh]
-        kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * Dh]
-        slot_mapping: torch.Tensor,  # [T] int64
+        layer: Attention,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
     ) -> None:
-        """Write this step's keys and values; rows with a negative slot are dropped."""
+        """Write this step's keys and values; rows with a negative KV slot are dropped.
+
+        Args:
+            layer: the implementation's layer.
+            key: [T, Hkv, Dh].
+            value: as key.
+            kv_cache: [num_blocks, Hkv, block_size, K | V], written.
+            slot_mapping: int64 [T], KV slot of each row.
+
+        """
         n = min(slot_mapping.shape[0], key.shape[0])
         slots = slot_mapping[:n]
         there = slots >= 0
@@ -46,17 +60,33 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
 
     def forward(
         self,
-        layer: Any,
-        query: torch.Tensor,  # [T, Hq, Dh]
+        layer: Attention,
+        query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,  # [num_blocks, Hkv, block_size, 2 * Dh]
-        attn_metadata: Any,
-        output: torch.Tensor,  # [T, Hq, Dh]
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `CPUAttentionBackendImpl.forward` (v1/attention/backends/cpu_attn.py)."""
+        """See `CPUAttentionBackendImpl.forward` (v1/attention/backends/cpu_attn.py).
+
+        Args:
+            layer: the implementation's layer.
+            query: [T, Hq, Dh].
+            key: [T, Hkv, Dh]; the cache holds them already.
+            value: as key.
+            kv_cache: [num_blocks, Hkv, block_size, K | V].
+            attn_metadata: the backend's, with `tree`; None: vLLM profiles its memory.
+            output: [T, Hq, Dh], written.
+            output_scale: not used.
+            output_block_scale: not used.
+
+        Returns:
+            The output.
+
+        """
         if attn_metadata is None:
             return output
         tree = attn_metadata.tree
@@ -66,7 +96,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         if scales_of(self, layer, query.dtype) is not None:
             fp8 = current_platform.fp8_dtype()
             key_cache, value_cache = key_cache.view(fp8), value_cache.view(fp8)
-            scale, value_scale = scale * layer._k_scale_float, layer._v_scale_float
+            key_scale, value_scale = host_cache_scales(layer)
+            scale = scale * key_scale
         none = torch.zeros_like(attn_metadata.seq_lens)
         output[:n] = tree_attention_reference(
             query[:n],

@@ -8,40 +8,45 @@ In a layer with a sliding window the rows' prefixes start at different keys, eac
 FlashAttention's own window moves by one key a row, so our Triton kernel reads those.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
-from vllm_ddtree.attention.forward import tree_forward
-from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.prefix_pass import triton_prefix
-from vllm_ddtree.attention.scales import Scales
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.forward.plain import tree_forward
+from vllm_ddtree.attention.forward.triton_prefix import triton_prefix_pass
+from vllm_ddtree.attention.kernels.scales import Scales
+from vllm_ddtree.attention.layer import Variant
+from vllm_ddtree.attention.metadata.plain import TreeMetadata
 
-FORM = "FlashAttention prefix + Triton tail"
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 
 class TreeFlashAttentionImpl(FlashAttentionImpl):
-    """FlashAttention for rows outside trees and for prefixes."""
+    """FlashAttention for prefixes (our Triton kernel with a sliding window) and for rows outside
+    trees, our Triton kernel for the tail."""
 
+    vllm_impl = FlashAttentionImpl
     tree_variant = Variant()  # the layer's own takes its place
     plain_forward = FlashAttentionImpl.forward
     forward = tree_forward
 
-    def tree_prefix(
+    def prefix_pass(
         self,
         query: torch.Tensor,
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        attn_metadata: Any,
+        attn_metadata: FlashAttentionMetadata,
         tree: TreeMetadata,
         output: torch.Tensor,
         scales: Scales | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `tree_forward`."""
         if self.tree_variant.window:
-            return triton_prefix(
+            return triton_prefix_pass(
                 self, query, key_cache, value_cache, attn_metadata, tree, output, scales
             )
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
@@ -70,7 +75,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
 
 
 def _descales(scales: Scales | None, query: torch.Tensor, num_reqs: int) -> dict[str, torch.Tensor]:
-    """The scales as FlashAttention takes them, [num_reqs, Hkv] each."""
+    """The scales as FlashAttention takes them: float32 [num_reqs, Hkv] each."""
     if scales is None:
         return {}
     descales = {

@@ -1,38 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on vLLM's FlashAttention 3 backend for multi-head latent attention (Hopper).
 
-As `flash.py`: FlashAttention's own kernel reads the prefix with `causal=False`, ours adds the tail.
+As `flash_attn.py`: FlashAttention's own kernel reads the prefix with `causal=False`, ours adds the
+tail.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAImpl
 
-from vllm_ddtree.attention.latent_forward import Tail, latent_forward
-from vllm_ddtree.attention.latent_metadata import latent_tree_builder
-from vllm_ddtree.attention.metadata import layer_runtime, named_after
+from vllm_ddtree.attention.forward.latent import latent_forward
+from vllm_ddtree.attention.metadata.builders import layer_runtime, named_after
+from vllm_ddtree.attention.metadata.latent import Tail, latent_tree_builder
 
-FORM = "FlashAttention latent prefix + Triton latent tail"
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.mla.flashattn_mla import (
+        FlashAttnMLADecodeMetadata,
+        FlashAttnMLAMetadata,
+        FlashAttnMLAMetadataBuilder,
+    )
+
 MAX_SPLITS = 32
 MAX_PARTIAL_ROWS = 1 << 17
 """(row, head) pairs times key splits: partial results of 512 float32 each, 256 MiB of them."""
 
 
 def prefix_splits(num_packed_rows: int, limit: int) -> int:
-    """Upper bound of the key splits of a pass over so many (row, head) pairs.
+    """Upper bound of the key splits of one pass.
 
     Left to itself, FlashAttention allocates for up to 128 splits, however many rows there are.
 
-    limit  vLLM's own bound, 0: none
+    Args:
+        num_packed_rows: (row, head) pairs of the pass.
+        limit: vLLM's own bound, 0: none.
+
     """
     return max(1, min(limit or MAX_SPLITS, MAX_PARTIAL_ROWS // max(1, num_packed_rows)))
 
 
 @functools.cache
-def flash_attn_mla_builder(base: type) -> type:
+def flash_attn_mla_builder(
+    base: type[FlashAttnMLAMetadataBuilder],
+) -> type[FlashAttnMLAMetadataBuilder]:
     """`latent_tree_builder` whose metadata plan the prefix pass where they plan at all.
 
     In a FULL graph vLLM's builder writes the plan to its own persistent buffer.
@@ -56,7 +70,7 @@ def flash_attn_mla_builder(base: type) -> type:
             }
             return super()._schedule_decode(**{**plan, **prefix})
 
-        def _build_decode(self, **batch: Any) -> Any:
+        def _build_decode(self, **batch: Any) -> FlashAttnMLADecodeMetadata:
             decode = super()._build_decode(**batch)
             if layer_runtime(self).step.max_verify_len:
                 decode.max_num_splits = self.prefix_splits
@@ -66,8 +80,10 @@ def flash_attn_mla_builder(base: type) -> type:
 
 
 class TreeFlashAttnMLAImpl(FlashAttnMLAImpl):
-    """vLLM's own prefill, and its decode kernel for steps without trees and for prefixes."""
+    """FlashAttention 3 for prefixes and for steps without trees, our Triton kernel for the tail,
+    vLLM's own prefill."""
 
+    vllm_impl = FlashAttnMLAImpl
     tree_builder = staticmethod(flash_attn_mla_builder)
     plain_forward = FlashAttnMLAImpl.forward_mqa
     forward_mqa = latent_forward
@@ -77,11 +93,11 @@ class TreeFlashAttnMLAImpl(FlashAttnMLAImpl):
         query: torch.Tensor,
         query_rope: torch.Tensor,
         cache: torch.Tensor,
-        attn_metadata: Any,
+        attn_metadata: FlashAttnMLAMetadata,
         tail: Tail,
         out: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `latent_forward`. All rows of the decodes, also those that are in no tail."""
+        """See `latent_forward`. It reads all rows of the decodes, those in no tail too."""
         decode = attn_metadata.decode
         rank = self.kv_lora_rank
         prefix_out, lse = flash_attn_varlen_func(

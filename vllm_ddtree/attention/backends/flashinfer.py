@@ -3,29 +3,34 @@
 tail.
 """
 
+from __future__ import annotations
+
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.triton_utils import triton
 from vllm.v1.attention.backends.flashinfer import FlashInferImpl
 
 from vllm_ddtree.attention.backends.flashinfer_prefix import PrefixPlans
-from vllm_ddtree.attention.forward import tree_forward
-from vllm_ddtree.attention.metadata import (
-    TreeMetadata,
+from vllm_ddtree.attention.forward.plain import tree_forward
+from vllm_ddtree.attention.forward.triton_prefix import triton_prefix_pass
+from vllm_ddtree.attention.kernels.scales import Scales
+from vllm_ddtree.attention.layer import Variant
+from vllm_ddtree.attention.metadata.builders import (
     TreeRowGraphs,
     layer_runtime,
     named_after,
     of_one_length,
-    tree_metadata,
 )
-from vllm_ddtree.attention.prefix_pass import triton_prefix
-from vllm_ddtree.attention.scales import Scales
-from vllm_ddtree.attention.variant import Variant
+from vllm_ddtree.attention.metadata.plain import TreeMetadata, tree_metadata
 
-FORM = "FlashInfer prefix + Triton tail"
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 
 @dataclass
@@ -33,11 +38,13 @@ class TreesOnly:
     """Metadata of a step in which vLLM's own attention has nothing to do."""
 
     num_actual_tokens: int
+    """Rows of the batch."""
     slot_mapping: torch.Tensor
+    """int64 [T], KV slot of each row."""
 
 
 @functools.cache
-def flashinfer_builder(base: type) -> type:
+def flashinfer_builder(base: type[FlashInferMetadataBuilder]) -> type[FlashInferMetadataBuilder]:
     """The tree-aware form of vLLM's builder. `prefix` of its metadata is the step's plan.
 
     vLLM's builder waits for the device's lengths where it does not use TensorRT-LLM's kernels; for
@@ -48,7 +55,11 @@ def flashinfer_builder(base: type) -> type:
         reorder_batch_threshold: int
 
         def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+            self,
+            kv_cache_spec: AttentionSpec,
+            layer_names: list[str],
+            vllm_config: VllmConfig,
+            device: torch.device,
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             max_pages = triton.cdiv(vllm_config.model_config.max_model_len, self.page_size)
@@ -59,7 +70,10 @@ def flashinfer_builder(base: type) -> type:
             self.plans.make(1, layer_runtime(self).num_rows)
 
         def build(
-            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
         ) -> Any:
             common = common_attn_metadata
             runtime = layer_runtime(self)
@@ -92,17 +106,16 @@ def flashinfer_builder(base: type) -> type:
 
 
 class TreeFlashInferImpl(FlashInferImpl):
-    """FlashInfer for rows outside trees, and for the prefixes of trees of one length.
+    """FlashInfer for prefixes of trees of one length (our Triton kernel for others, and with a
+    sliding window) and for rows outside trees, our Triton kernel for the tail."""
 
-    Other prefixes, and those of layers with a sliding window, are read by our Triton kernel.
-    """
-
+    vllm_impl = FlashInferImpl
     tree_builder = staticmethod(flashinfer_builder)
     tree_variant = Variant()  # the layer's own takes its place
     plain_forward = FlashInferImpl.forward
     forward = tree_forward
 
-    def tree_prefix(
+    def prefix_pass(
         self,
         query: torch.Tensor,
         key_cache: torch.Tensor,
@@ -116,7 +129,7 @@ class TreeFlashInferImpl(FlashInferImpl):
         plan, variant = attn_metadata.prefix, self.tree_variant
         planned = plan is not None and (self.scale, variant.soft_cap) == (plan.scale, plan.soft_cap)
         if not planned or variant.window:
-            return triton_prefix(
+            return triton_prefix_pass(
                 self, query, key_cache, value_cache, attn_metadata, tree, output, scales
             )
         return plan.run(query, key_cache, value_cache, output)

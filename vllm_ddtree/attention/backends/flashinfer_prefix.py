@@ -9,22 +9,27 @@ lays their results out by the true number of chunks, and adds them up by the pla
 
 Here it plans rows only and cuts nothing (`disable_split_kv`), so a plan holds for every length, and
 one is made for each number of requests and rows. The prefixes are cut on the device
-(`segments.py`): a segment is a request of its own to FlashInfer, with copies of the tree's rows,
-and the tail kernel adds the segments up.
+(`kernels/segments.py`): a segment is a request of its own to FlashInfer, with copies of the tree's
+rows, and the tail kernel adds the segments up.
 """
+
+from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from vllm.triton_utils import triton
 
+from vllm_ddtree.attention.kernels.launch import num_sms
 from vllm_ddtree.attention.kernels.prefix import choose_num_segments
 from vllm_ddtree.attention.kernels.segments import MAX_SEGMENTS, SegmentTable
-from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.prefix_pass import num_sms
+from vllm_ddtree.attention.metadata.plain import TreeMetadata
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.flashinfer import FlashInferMetadataBuilder
 
 MAX_EAGER_PLANS = 64
 """Plans beside those of CUDA graphs: outside graphs, steps of every number of requests come."""
@@ -37,7 +42,12 @@ class PrefixPlan:
     """
 
     def __init__(
-        self, builder: Any, table: SegmentTable, num_reqs: int, length: int, segments: int
+        self,
+        builder: FlashInferMetadataBuilder,
+        table: SegmentTable,
+        num_reqs: int,
+        length: int,
+        segments: int,
     ) -> None:
         self.num_reqs, self.length, self.segments = num_reqs, length, segments
         self.scale, self.soft_cap = builder.sm_scale, builder.logits_soft_cap or 0.0
@@ -85,12 +95,23 @@ class PrefixPlan:
 
     def run(
         self,
-        query: torch.Tensor,  # [>= num_reqs * length, Hq, Dh]
-        key_cache: torch.Tensor,  # [num_blocks, block_size, Hkv, Dh], any strides
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
         value_cache: torch.Tensor,
-        output: torch.Tensor,  # [>= num_reqs * length, Hq, Dh], overwritten
+        output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of every segment, as `tail_attention` takes them."""
+        """Attend to the prefixes in the table.
+
+        Args:
+            query: [>= num_reqs * length, Hq, Dh].
+            key_cache: [num_blocks, block_size, Hkv, Dh], any strides.
+            value_cache: as key_cache.
+            output: [>= num_reqs * length, Hq, Dh], overwritten.
+
+        Returns:
+            Output and log-sum-exp of every segment, as `tail_attention` takes them.
+
+        """
         parts = (self.segments, self.num_reqs * self.length)
         query, out = query[: parts[1]], output[: parts[1]]
         if self.segments > 1:
@@ -113,7 +134,9 @@ class PrefixPlan:
 class PrefixPlans:
     """Plans of one KV group, made as they are needed, over one segment table."""
 
-    def __init__(self, builder: Any, max_num_reqs: int, max_pages: int) -> None:
+    def __init__(
+        self, builder: FlashInferMetadataBuilder, max_num_reqs: int, max_pages: int
+    ) -> None:
         self._builder = builder
         self._table = SegmentTable(max_num_reqs, max_pages, builder.page_size, builder.device)
         self._plans: dict[tuple[int, int], PrefixPlan] = {}

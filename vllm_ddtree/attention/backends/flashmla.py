@@ -1,35 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on vLLM's FlashMLA backend for multi-head latent attention (Hopper).
 
-FlashMLA's dense kernel takes as many rows of every request: where all trees have one length, as in
+FlashMLA's dense kernel takes as many rows of every request. Where all trees have one length, as in
 every CUDA graph, it reads the prefix, and ours adds the tail. Elsewhere ours does both.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.backends.mla.flashmla import FlashMLAImpl
 from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache
 
-from vllm_ddtree.attention.latent_forward import Tail, latent_forward, triton_prefix_pass
-from vllm_ddtree.attention.latent_metadata import latent_tree_builder
-from vllm_ddtree.attention.metadata import layer_runtime, named_after, of_one_length
+from vllm_ddtree.attention.forward.latent import latent_forward
+from vllm_ddtree.attention.forward.triton_prefix import triton_latent_prefix_pass
+from vllm_ddtree.attention.metadata.builders import layer_runtime, named_after, of_one_length
+from vllm_ddtree.attention.metadata.latent import Tail, latent_tree_builder
 
-FORM = "FlashMLA latent prefix + Triton latent tail"
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.mla.flashmla import FlashMLAMetadata, FlashMLAMetadataBuilder
 
 
 @functools.cache
-def flashmla_builder(base: type) -> type:
+def flashmla_builder(base: type[FlashMLAMetadataBuilder]) -> type[FlashMLAMetadataBuilder]:
     """`latent_tree_builder` whose metadata say whether the trees are of one length.
 
-    `uniform_len` is that length, 0: they are not. The scheduler's part of the metadata is empty:
-    the first layer fills it, inside the graph where there is one.
+    `uniform_len` is that length, or 0 if they are not. The scheduler's part of the metadata is
+    empty: the first layer fills it, inside the graph where there is one.
     """
 
     class TreeFlashMLAMetadataBuilder(latent_tree_builder(base)):  # type: ignore[misc]
         def build(
-            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
         ) -> Any:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
             runtime = layer_runtime(self)
@@ -41,8 +49,10 @@ def flashmla_builder(base: type) -> type:
 
 
 class TreeFlashMLAImpl(FlashMLAImpl):
-    """vLLM's own prefill, and its decode kernel for steps without trees and for prefixes."""
+    """FlashMLA for prefixes of trees of one length (our Triton kernel for others) and for steps
+    without trees, our Triton kernel for the tail, vLLM's own prefill."""
 
+    vllm_impl = FlashMLAImpl
     tree_builder = staticmethod(flashmla_builder)
     plain_forward = FlashMLAImpl.forward_mqa
     forward_mqa = latent_forward
@@ -52,7 +62,7 @@ class TreeFlashMLAImpl(FlashMLAImpl):
         query: torch.Tensor,
         query_rope: torch.Tensor,
         cache: torch.Tensor,
-        attn_metadata: Any,
+        attn_metadata: FlashMLAMetadata,
         tail: Tail,
         out: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +70,7 @@ class TreeFlashMLAImpl(FlashMLAImpl):
         decode, length = attn_metadata.decode, attn_metadata.uniform_len
         table = decode.block_table
         if not length:
-            return triton_prefix_pass(query, query_rope, cache, table, tail, self.scale)
+            return triton_latent_prefix_pass(query, query_rope, cache, table, tail, self.scale)
         num_reqs = table.shape[0]
         rows = slice(num_reqs * length)
         prefix_out, lse = flash_mla_with_kvcache(

@@ -3,17 +3,16 @@
 
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-from vllm_ddtree.attention.forward import tree_forward
-from vllm_ddtree.attention.prefix_pass import FORM, triton_prefix
-from vllm_ddtree.attention.variant import Variant
-
-__all__ = ["FORM", "TreeTritonAttentionImpl"]
+from vllm_ddtree.attention.forward.plain import tree_forward
+from vllm_ddtree.attention.forward.triton_prefix import triton_prefix_pass
+from vllm_ddtree.attention.layer import Variant
 
 
 class TreeTritonAttentionImpl(TritonAttentionImpl):
-    """vLLM's Triton attention for rows outside trees."""
+    """Our Triton kernels for prefix and tail, vLLM's Triton attention for rows outside trees."""
 
+    vllm_impl = TritonAttentionImpl
     tree_variant = Variant()  # the layer's own takes its place
     plain_forward = TritonAttentionImpl.forward
     forward = tree_forward
-    tree_prefix = triton_prefix
+    prefix_pass = triton_prefix_pass

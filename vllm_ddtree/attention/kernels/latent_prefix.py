@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent attention of tail rows to the keys before the tail (multi-head latent attention).
 
-As ``prefix.py``, for caches that hold one row a token for all heads: [latent | RoPE part] is the
-key, the latent alone the value (DeepSeek-V2, arXiv 2405.04434, section 2.1; cache and absorbed
-query as in vLLM's v1/attention/backends/mla/triton_mla.py). A kernel of its own, because the rows
-are too wide to be padded to a power of two, and a tile of them is key and value at once.
+As `prefix.py`, for caches that hold one row a token for all heads: [latent | RoPE part] is the key,
+the latent alone the value (DeepSeek-V2, arXiv 2405.04434, section 2.1; cache and absorbed query as
+in vLLM's v1/attention/backends/mla/triton_mla.py). It is a kernel of its own because the rows are
+too long to be padded to a power of two, and a tile of them is key and value at once.
 """
-
-import functools
 
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.attention.kernels.prefix import LOG2_E
+from vllm_ddtree.attention.kernels.launch import shared_memory
+from vllm_ddtree.attention.kernels.scales import check_latent_dtypes
+from vllm_ddtree.attention.kernels.softmax import LOG2_E, online_softmax_step
 
 
 def latent_prefix(
@@ -32,24 +32,29 @@ def latent_prefix(
 ) -> None:
     """Write output and log-sum-exp of the tail rows over keys [0, prefix_len); other rows stay.
 
-    query            [T, Hq, rank]              the query, W_UK absorbed
-    query_rope       [T, Hq, rope]
-    cache            [num_blocks, block_size, rank + rope]  any strides, innermost contiguous
-    block_table      int32 [R, max_blocks]
-    tail_ends        int32 [>= R]               row after the last tail row of each request
-    tail_lens        int32 [>= R]               rows of each request's tail, 0: none
-    prefix_lens      int32 [>= R]               keys before the tail
-    out              [P, T, Hq, rank] for P key segments; float32 or the query's dtype
-    lse              float32 [P, Hq, T]; natural logarithm
-    max_tail         upper bound of tail_lens
-    block_m          (row, head) pairs of one program, see ``tile_rows``
-    cache_scale      float32, one element: what the numbers of an fp8 cache are multiplied by
-
     An empty prefix or segment gives lse -inf and leaves its part of out as it is.
 
-    Raises ValueError if dtypes do not fit (see ``check_dtypes``), or an innermost stride is not 1.
+    Args:
+        query: [T, Hq, rank], the query, W_UK absorbed.
+        query_rope: [T, Hq, rope].
+        cache: [num_blocks, block_size, rank + rope], any strides, innermost contiguous.
+        block_table: int32 [R, max_blocks], blocks of each request.
+        tail_ends: int32 [>= R], row after the last tail row of each request.
+        tail_lens: int32 [>= R], rows of each request's tail, 0: none.
+        prefix_lens: int32 [>= R], keys before the tail.
+        out: float32 or the query's dtype [P, T, Hq, rank] for P key segments; written.
+        lse: float32 [P, Hq, T], natural logarithm; written.
+        scale: what scores are multiplied by.
+        max_tail: upper bound of tail_lens.
+        block_m: (row, head) pairs of one program, see `tile_rows`.
+        cache_scale: float32, one element, what the numbers of an fp8 cache are multiplied by.
+
+    Raises:
+        ValueError: if dtypes do not fit (see `check_latent_dtypes`), or an innermost stride is
+            not 1.
+
     """
-    check_dtypes(query, query_rope, cache, cache_scale)
+    check_latent_dtypes(query, query_rope, cache, cache_scale)
     if {t.stride(-1) for t in (query, query_rope, cache, out)} != {1}:
         raise ValueError("query, cache and output must be contiguous in their last dimension")
 
@@ -90,35 +95,14 @@ def latent_prefix(
     )
 
 
-def check_dtypes(
-    query: torch.Tensor,
-    query_rope: torch.Tensor,
-    cache: torch.Tensor,
-    cache_scale: torch.Tensor | None,
-) -> None:
-    """Raise ValueError unless the cache has the queries' dtype, or is fp8 and has a scale."""
-    scaled = cache.is_floating_point() and cache.element_size() == 1
-    if query.dtype != query_rope.dtype or (not scaled and query.dtype != cache.dtype):
-        raise ValueError(
-            f"query {query.dtype}, {query_rope.dtype} and cache {cache.dtype} must agree"
-        )
-    if scaled != (cache_scale is not None):
-        raise ValueError(f"a scale is for an fp8 cache, which needs one: this is {cache.dtype}")
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block of threads may have; 0 where there is none."""
-    if device.type != "cuda":
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0)
-
-
 def tile_rows(num_packed_rows: int, row_bytes: int, device: torch.device) -> int:
     """(row, head) pairs of one program: the tall tile reads keys less often, where it fits.
 
-    row_bytes  bytes of one cached row in the queries' dtype
+    Args:
+        num_packed_rows: (row, head) pairs of the longest tail.
+        row_bytes: bytes of one cached row in the queries' dtype.
+        device: where the kernel runs.
+
     """
     # An accumulator of 64 x 512 fits the registers of eight warps, beside 16-bit operands.
     tall = _fits(64, row_bytes, device) and row_bytes <= 1280
@@ -133,17 +117,18 @@ def num_stages(block_m: int, cache: torch.Tensor) -> int:
 
 
 def _fits(block_m: int, row_bytes: int, device: torch.device) -> bool:
-    """Whether queries and two stages of 32 keys do, with a third more for what else is kept there.
+    """Whether queries and two stages of 32 keys fit the shared memory.
 
-    (vLLM's kernel of 16 rows and two stages needs 100 KiB, more than many GPUs have.)
+    A third is added for what else is kept there. (vLLM's kernel of 16 rows and two stages needs
+    100 KiB, more than many GPUs have.)
     """
-    return (block_m + 2 * 32) * row_bytes * 4 // 3 <= _shared_memory(device)
+    return (block_m + 2 * 32) * row_bytes * 4 // 3 <= shared_memory(device)
 
 
 def latent_segments(num_reqs: int, num_packed_rows: int, block_m: int, num_sms: int) -> int:
     """Key segments that give each of ``num_sms`` multiprocessors one program.
 
-    Depends on the padded batch only, so a captured graph always meets the same number.
+    The number depends on the padded batch only, so a captured graph always meets the same one.
     """
     programs = max(1, num_reqs * triton.cdiv(num_packed_rows, block_m))
     return max(1, min(64, num_sms // programs))
@@ -152,16 +137,16 @@ def latent_segments(num_reqs: int, num_packed_rows: int, block_m: int, num_sms: 
 # What follows the number of rows in the batch must not make a new kernel each time.
 @triton.jit(do_not_specialize=["num_segments", "out_stride_p", "lse_stride_p", "lse_stride_h"])
 def _latent_prefix_kernel(
-    query,  # [T, GROUP, RANK]
-    query_rope,  # [T, GROUP, ROPE]
-    cache,  # [num_blocks, BLOCK_SIZE, RANK + ROPE]
-    cache_scale,  # [] if SCALED
-    block_table,  # [R, max_blocks]
-    tail_ends,  # [R]
-    tail_lens,  # [R]
-    prefix_lens,  # [R]
-    out,  # [num_segments, T, GROUP, RANK]
-    lse,  # [num_segments, GROUP, T]
+    query_ptr,  # [T, GROUP, RANK]
+    query_rope_ptr,  # [T, GROUP, ROPE]
+    cache_ptr,  # [num_blocks, BLOCK_SIZE, RANK + ROPE]
+    cache_scale_ptr,  # [] if SCALED
+    block_table_ptr,  # [R, max_blocks]
+    tail_ends_ptr,  # [R]
+    tail_lens_ptr,  # [R]
+    prefix_lens_ptr,  # [R]
+    out_ptr,  # [num_segments, T, GROUP, RANK]
+    lse_ptr,  # [num_segments, GROUP, T]
     scale_log2,  # softmax scale * log2(e)
     num_segments,
     query_stride_t,
@@ -191,18 +176,18 @@ def _latent_prefix_kernel(
     segment = (tl.program_id(1) % num_segments).to(tl.int64)
     row_block = tl.program_id(1) // num_segments
 
-    tail_len = tl.load(tail_lens + req)
+    tail_len = tl.load(tail_lens_ptr + req)
     if row_block * BLOCK_M >= tail_len * GROUP:
         return
 
     # All heads share the keys: (row, head) pairs are the tile's rows.
     packed = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = packed < tail_len * GROUP
-    row = (tl.load(tail_ends + req) - tail_len + packed // GROUP).to(tl.int64)
+    row = (tl.load(tail_ends_ptr + req) - tail_len + packed // GROUP).to(tl.int64)
     head = (packed % GROUP).to(tl.int64)
-    lse_rows = lse + segment * lse_stride_p + head * lse_stride_h + row * lse_stride_t
+    lse_rows = lse_ptr + segment * lse_stride_p + head * lse_stride_h + row * lse_stride_t
 
-    prefix_len = tl.load(prefix_lens + req)
+    prefix_len = tl.load(prefix_lens_ptr + req)
     segment_len = tl.cdiv(tl.cdiv(prefix_len, num_segments), BLOCK_N) * BLOCK_N
     start = segment.to(tl.int32) * segment_len
     end = tl.minimum(start + segment_len, prefix_len)
@@ -216,12 +201,12 @@ def _latent_prefix_kernel(
     in_rope = rope_dim < ROPE
     in_tile = valid[:, None] & in_rank[None, :]
     q = tl.load(
-        query + row[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :],
+        query_ptr + row[:, None] * query_stride_t + head[:, None] * query_stride_h + dim[None, :],
         mask=in_tile,
         other=0.0,
     )
     q_rope = tl.load(
-        query_rope
+        query_rope_ptr
         + row[:, None] * rope_stride_t
         + head[:, None] * rope_stride_h
         + rope_dim[None, :],
@@ -229,7 +214,7 @@ def _latent_prefix_kernel(
         other=0.0,
     )
     if SCALED:
-        scale_log2 *= tl.load(cache_scale)
+        scale_log2 *= tl.load(cache_scale_ptr)
 
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -238,10 +223,10 @@ def _latent_prefix_kernel(
         position = first + tl.arange(0, BLOCK_N)
         in_prefix = position < end
         block = tl.load(
-            block_table + req * table_stride + position // BLOCK_SIZE, mask=in_prefix, other=0
+            block_table_ptr + req * table_stride + position // BLOCK_SIZE, mask=in_prefix, other=0
         ).to(tl.int64)
         offset = (position % BLOCK_SIZE).to(tl.int64)
-        rows = cache + block * cache_stride_b + offset * cache_stride_s
+        rows = cache_ptr + block * cache_stride_b + offset * cache_stride_s
         # Masked loads: what lies behind the prefix may be garbage, and 0 * NaN is NaN.
         latent = tl.load(
             rows[:, None] + dim[None, :], mask=in_prefix[:, None] & in_rank[None, :], other=0.0
@@ -257,25 +242,22 @@ def _latent_prefix_kernel(
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         scores += tl.dot(q_rope, k_rope, input_precision="ieee")
         scores = tl.where(in_prefix[None, :], scores * scale_log2, float("-inf"))
-        # Every block starts inside the segment, so the maximum is finite.
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        decay = tl.exp2(running_max - new_max)
-        running_sum = running_sum * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
+        # Every block starts inside the segment, and all rows see it.
+        weights, running_max, running_sum, acc = online_softmax_step(
+            scores, running_max, running_sum, acc, MAYBE_EMPTY=False
+        )
         acc += tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
-        running_max = new_max
 
     acc = acc / running_sum[:, None]
     if SCALED:
-        acc *= tl.load(cache_scale)
+        acc *= tl.load(cache_scale_ptr)
     tl.store(
-        out
+        out_ptr
         + segment * out_stride_p
         + row[:, None] * out_stride_t
         + head[:, None] * out_stride_h
         + dim[None, :],
-        acc.to(out.dtype.element_ty),
+        acc.to(out_ptr.dtype.element_ty),
         mask=in_tile,
     )
     # log2 to natural logarithm: times ln 2.

@@ -21,15 +21,18 @@ def masked_attention(
 ) -> torch.Tensor:
     """Softmax attention under a boolean mask, computed in float32 (float64 for float64 input).
 
-    query     [n, Hq, Dh]
-    keys      [m, Hkv, Dh]   head h of the query reads KV head h // (Hq / Hkv)
-    values    [m, Hkv, Dv]
-    mask      bool [n, m]    True: row n sees key m
-    soft_cap  scores s become soft_cap * tanh(s / soft_cap); 0: they stay
-    sinks     [Hq]           one more score a head (as it is: neither scaled nor capped), with the
-                             value 0
+    Args:
+        query: [n, Hq, Dh].
+        keys: [m, Hkv, Dh]; head h of the query reads KV head h // (Hq / Hkv).
+        values: [m, Hkv, Dv].
+        mask: bool [n, m], whether row n sees key m.
+        scale: what scores are multiplied by.
+        soft_cap: scores s become soft_cap * tanh(s / soft_cap); 0: they stay.
+        sinks: [Hq], one more score a head (as it is: neither scaled nor capped), with the value 0.
 
-    Returns [n, Hq, Dv] in the query's dtype; zeros for a row that sees no key.
+    Returns:
+        [n, Hq, Dv] in the query's dtype; zeros for a row that sees no key.
+
     """
     compute = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // keys.shape[1]
@@ -61,11 +64,17 @@ def request_mask(
 ) -> torch.Tensor:
     """What the rows of one request see of its keys.
 
-    row_masks  int32 [query_len, W]  ancestor bits; only the last ``tail_len`` rows are read
-    window     positions a row sees, its own included; 0: all
+    Args:
+        query_len: rows of the request, its last ones.
+        seq_len: its keys, those of the rows included.
+        tail_len: tree rows among the last.
+        row_masks: int32 [query_len, W], ancestor bits; only the last `tail_len` rows are read.
+        window: positions that a row sees, its own included; 0: all.
 
-    Returns bool [query_len, seq_len]: causal for rows outside the tree; the prefix, the ancestors
-    and the row itself for tree rows; of these, what lies within the window along the branch.
+    Returns:
+        bool [query_len, seq_len]: causal for rows outside the tree; the prefix, the ancestors and
+        the row itself for tree rows; of these, what lies within the window along the branch.
+
     """
     key_position = torch.arange(seq_len, device=row_masks.device)
     mask = key_position[None, :] <= key_position[seq_len - query_len :, None]
@@ -84,10 +93,15 @@ def gather_cache(
 ) -> torch.Tensor:
     """Keys [first, num_keys) of a request, in order.
 
-    cache   [num_blocks, block_size, Hkv, Dh]
-    blocks  int32 [max_blocks]  the request's row of the block table
+    Args:
+        cache: [num_blocks, block_size, Hkv, Dh].
+        blocks: int32 [max_blocks], the request's row of the block table.
+        num_keys: the key after the last.
+        first: the first key.
 
-    Returns [num_keys - first, Hkv, Dh]; only blocks that hold one of those keys are read.
+    Returns:
+        [num_keys - first, Hkv, Dh]; only blocks that hold one of those keys are read.
+
     """
     block_size = cache.shape[1]
     first_block, num_blocks = first // block_size, -(-num_keys // block_size)
@@ -111,20 +125,25 @@ def tree_attention_reference(
 ) -> torch.Tensor:
     """Attention of a whole verify batch, one request after another; reads sizes on the host.
 
-    query            [T, Hq, Dh]
-    k_cache          [num_blocks, block_size, Hkv, Dh]  this step's keys already written
-    v_cache          [num_blocks, block_size, Hkv, Dv]
-    block_table      int32 [R, max_blocks]
-    query_start_loc  int32 [R + 1]
-    seq_lens         int32 [R]     keys of each request, this step's included
-    tail_lens        int32 [R]     tree rows at the end of each request, 0 without a tree
-    row_masks        int32 [T, W]  ancestor bits of tree rows
-    window           as in ``request_mask``; keys before every row's window are not read, their
-                     blocks may be another request's by now
-    soft_cap, sinks  as in ``masked_attention``
+    Args:
+        query: [T, Hq, Dh].
+        k_cache: [num_blocks, block_size, Hkv, Dh], this step's keys already written.
+        v_cache: [num_blocks, block_size, Hkv, Dv].
+        block_table: int32 [R, max_blocks], blocks of each request.
+        query_start_loc: int32 [R + 1], first row of each request.
+        seq_lens: int32 [R], keys of each request, this step's included.
+        tail_lens: int32 [R], tree rows at the end of each request, 0 without a tree.
+        row_masks: int32 [T, W], ancestor bits of tree rows.
+        scale: what scores are multiplied by.
+        window: as in `request_mask`. Keys before every row's window are not read: their blocks may
+            be another request's by now.
+        soft_cap: as in `masked_attention`.
+        sinks: as in `masked_attention`.
 
-    Returns [T, Hq, Dv] in the query's dtype; zeros for rows past query_start_loc[R] and for
-    requests without keys.
+    Returns:
+        [T, Hq, Dv] in the query's dtype; zeros for rows past query_start_loc[R] and for requests
+        without keys.
+
     """
     out = query.new_zeros(*query.shape[:2], v_cache.shape[-1])
     starts = query_start_loc.tolist()
@@ -155,20 +174,24 @@ def latent_attention_reference(
     out: torch.Tensor,
     scale: float,
 ) -> None:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) of tail rows, one
-    request after another; reads sizes on the host. Rows outside tails stay as they are.
+    """Multi-head latent attention of tail rows, one request after another (DeepSeek-V2, arXiv
+    2405.04434, section 2.1); reads sizes on the host. Rows outside tails stay as they are.
 
-    All heads share one cached row a token: it is the key, and its first ``rank`` elements are the
-    value; the heads' own up-projections are in the query already, and follow after the output.
+    All heads share one cached row a token: it is the key, and its first `rank` elements are the
+    value. The heads' own up-projections are in the query already, and follow after the output.
 
-    query        [T, Hq, rank + rope]
-    cache        [num_blocks, block_size, rank + rope]  this step's rows already written
-    block_table  int32 [R, max_blocks]
-    tail_ends    int32 [>= R]    row after the last tail row of each request
-    tail_lens    int32 [>= R]    rows of each request's tail, 0: none
-    prefix_lens  int32 [>= R]    keys before the tail
-    row_masks    int32 [T, W]    ancestor bits of tail rows; None: each sees all before it
-    out          [T, Hq, rank]
+    Args:
+        query: [T, Hq, rank + rope].
+        cache: [num_blocks, block_size, rank + rope], this step's rows already written.
+        rank: elements of a value.
+        block_table: int32 [R, max_blocks], blocks of each request.
+        tail_ends: int32 [>= R], row after the last tail row of each request.
+        tail_lens: int32 [>= R], rows of each request's tail, 0: none.
+        prefix_lens: int32 [>= R], keys before the tail.
+        row_masks: int32 [T, W], ancestor bits of tail rows; None: each sees all before it.
+        out: [T, Hq, rank], written.
+        scale: what scores are multiplied by.
+
     """
     keys_of_blocks = cache.unsqueeze(2)
     for req in range(block_table.shape[0]):

@@ -2,8 +2,8 @@
 """Prefixes cut into segments, each with a page table of its own.
 
 For kernels that take a page table as FlashInfer does (flashinfer/page.py): `starts` tells which of
-`pages` are a segment's, `last_lens` how many keys its last page has. It is made on the device:
-under asynchronous scheduling only that knows the lengths.
+`pages` are a segment's, `last_lens` how many keys its last page has. The table is made on the
+device: under asynchronous scheduling only the device knows the lengths.
 """
 
 import torch
@@ -14,11 +14,13 @@ MAX_SEGMENTS = 16
 
 
 class SegmentTable:
-    """Persistent page table of the segments of up to ``max_num_reqs`` prefixes.
+    """Persistent page table of the segments of up to `max_num_reqs` prefixes.
 
-    starts     int32 [MAX_SEGMENTS * max_num_reqs + 1]  first entry of each segment in pages
-    last_lens  int32 [MAX_SEGMENTS * max_num_reqs]      keys in its last page, 0: it is empty
-    pages      int32 [max_num_reqs * max_pages]         blocks of the cache
+    Attributes:
+        starts: int32 [MAX_SEGMENTS * max_num_reqs + 1], first entry of each segment in pages.
+        last_lens: int32 [MAX_SEGMENTS * max_num_reqs], keys in its last page, 0: it is empty.
+        pages: int32 [max_num_reqs * max_pages], blocks of the cache.
+
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class SegmentTable:
     def fill(self, block_table: torch.Tensor, lens: torch.Tensor, segments: int) -> None:
         """Cut the first keys of each request: segment s of request r becomes entry s * R + r.
 
-        block_table  int32 [>= R, max_blocks]
-        lens         int32 [R]                 keys of each prefix
-        segments     at most MAX_SEGMENTS; the last ones of a short prefix are empty
-
         One launch, without a host synchronisation.
+
+        Args:
+            block_table: int32 [>= R, max_blocks], blocks of each request.
+            lens: int32 [R], keys of each prefix.
+            segments: at most MAX_SEGMENTS. The last ones of a short prefix are empty.
+
         """
         num_reqs = lens.shape[0]
         _cut_pages_kernel[(num_reqs, segments)](
@@ -63,11 +67,11 @@ class SegmentTable:
 # The counts change every round: specialising on them would compile during serving.
 @triton.jit(do_not_specialize=["num_reqs", "segments"])
 def _cut_pages_kernel(
-    block_table,  # [R, max_blocks]
-    lens,  # [R]
-    starts,  # [segments * R + 1]
-    last_lens,  # [segments * R]
-    pages,  # [sum of all prefixes' pages]
+    block_table_ptr,  # [R, max_blocks]
+    lens_ptr,  # [R]
+    starts_ptr,  # [segments * R + 1]
+    last_lens_ptr,  # [segments * R]
+    pages_ptr,  # [sum of all prefixes' pages]
     table_stride,
     num_reqs,
     segments,
@@ -81,7 +85,7 @@ def _cut_pages_kernel(
 
     # Of every request: its pages, and those before and in this segment.
     reqs = tl.arange(0, BLOCK_REQS)
-    num_keys = tl.load(lens + reqs, mask=reqs < num_reqs, other=0)
+    num_keys = tl.load(lens_ptr + reqs, mask=reqs < num_reqs, other=0)
     num_pages = (num_keys + PAGE_SIZE - 1) // PAGE_SIZE
     span = (num_pages + segments * GRAIN - 1) // (segments * GRAIN) * GRAIN
     before = tl.minimum(segment * span, num_pages)
@@ -95,14 +99,14 @@ def _cut_pages_kernel(
     my_keys = tl.sum(tl.where(mine, num_keys, 0), 0)
     last_len = tl.minimum(my_keys - (my_first + my_count - 1) * PAGE_SIZE, PAGE_SIZE)
     entry = segment * num_reqs + req
-    tl.store(starts + entry, start)
-    tl.store(last_lens + entry, tl.where(my_count > 0, last_len, 0))
+    tl.store(starts_ptr + entry, start)
+    tl.store(last_lens_ptr + entry, tl.where(my_count > 0, last_len, 0))
     if entry == segments * num_reqs - 1:
-        tl.store(starts + entry + 1, start + my_count)
+        tl.store(starts_ptr + entry + 1, start + my_count)
 
-    row = block_table + req.to(tl.int64) * table_stride + my_first
+    row = block_table_ptr + req.to(tl.int64) * table_stride + my_first
     for first in range(0, my_count, BLOCK):
         page = first + tl.arange(0, BLOCK)
         there = page < my_count
         block = tl.load(row + page, mask=there, other=0)
-        tl.store(pages + start + page, block, mask=there)
+        tl.store(pages_ptr + start + page, block, mask=there)

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over an fp8 cache: its keys and values, and the queries, are numbers times a scale.
+"""What the kernels take of an fp8 cache: its keys and values, and the queries, times a scale each.
 
 vLLM's backends multiply fp8 queries and keys, scale the scores, and scale what the values add up to
 (model_executor/layers/attention/attention.py, v1/attention/ops/triton_unified_attention.py). Ours
-do so too, with exact products: fp8 numbers are numbers of the model's dtype, in which they are
-multiplied.
+do so too, and their products are exact: fp8 numbers are numbers of the model's dtype, in which they
+are multiplied.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from vllm_ddtree.attention.registry import FP8_CACHES
 
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of one layer, float32 [Hkv] each; of stride 0 where its heads share one."""
+    """Scales of one layer. Where its heads share one, the stride is 0."""
 
     query: torch.Tensor
-    """Not used where queries come in the model's dtype."""
+    """float32 [Hkv]; not used where queries come in the model's dtype."""
     key: torch.Tensor
+    """float32 [Hkv]."""
     value: torch.Tensor
+    """float32 [Hkv]."""
     dtype: torch.dtype
     """The model's: what fp8 numbers are multiplied in."""
 
@@ -35,28 +34,15 @@ class Scales:
         return tuple(tensor.stride(0) for tensor in self.tensors())
 
 
-def scales_of(impl: Any, layer: Any, dtype: torch.dtype) -> Scales | None:
-    """A layer's scales; None if its cache is not quantised.
-
-    impl   vLLM's attention implementation of the layer
-    layer  vLLM's `Attention`: `_q_scale`, `_k_scale` and `_v_scale` have one element, or Hkv
-    dtype  of the model
-    """
-    if impl.kv_cache_dtype not in FP8_CACHES:
-        return None
-    heads = impl.num_kv_heads
-    given = (layer._q_scale, layer._k_scale, layer._v_scale)
-    query, key, value = (scale.expand(heads) for scale in given)
-    return Scales(query, key, value, dtype)
-
-
 def check_dtypes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scales: Scales | None
 ) -> torch.dtype:
     """The dtype that a kernel multiplies in.
 
-    Raises ValueError if keys and values are not fp8 with scales, or not the query's dtype without,
-    or a query is neither fp8 nor of the model's dtype.
+    Raises:
+        ValueError: without scales, if query, key and value differ. With scales, if keys and values
+            are not fp8, or a query is neither fp8 nor of the model's dtype.
+
     """
     if scales is None:
         if not query.dtype == key.dtype == value.dtype:
@@ -69,3 +55,24 @@ def check_dtypes(
     if query.dtype not in (key.dtype, scales.dtype):
         raise ValueError(f"query {query.dtype} is neither {key.dtype} nor {scales.dtype}")
     return scales.dtype
+
+
+def check_latent_dtypes(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    cache_scale: torch.Tensor | None,
+) -> None:
+    """Check a latent cache, which has one scale for keys and values, against its queries.
+
+    Raises:
+        ValueError: unless the cache has the queries' dtype, or is fp8 and has a scale.
+
+    """
+    scaled = cache.is_floating_point() and cache.element_size() == 1
+    if query.dtype != query_rope.dtype or (not scaled and query.dtype != cache.dtype):
+        raise ValueError(
+            f"query {query.dtype}, {query_rope.dtype} and cache {cache.dtype} must agree"
+        )
+    if scaled != (cache_scale is not None):
+        raise ValueError(f"a scale is for an fp8 cache, which needs one: this is {cache.dtype}")

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.conftest import Pair
+from vllm_ddtree import integration
+from vllm_ddtree.budget.tiers import SCHEDULE, TIERS
 
 
 def make(pair: Pair, spec: dict[str, Any], **engine: Any) -> Any:
@@ -49,26 +53,46 @@ def test_running_requests_are_limited_by_the_draft_not_by_the_budget(nano_pair: 
     assert active in (None, 128)
 
 
-def test_auto_has_graphs_for_every_budget(nano_pair: Pair) -> None:
-    """However few requests may run: vLLM alone captures what its schedule would use."""
+def captured_budgets(config: Any, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Nodes a request of the verify graphs that vLLM's manager would capture."""
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu import cudagraph_utils
 
-    from vllm_ddtree.budget.auto import TIERS
+    sizes = [2**k for k in range(10)]
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", Mock)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", Mock())
+    rows = config.speculative_config.budget + 1
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), mode, rows)
+    full = integration.full_graphs(manager)
+    return {desc.uniform_token_count - 1 for desc in full if desc.uniform_token_count}
 
+
+def test_auto_has_graphs_for_every_budget(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few requests may run: vLLM alone captures what its schedule would use."""
     config = make(nano_pair, {"budget": "auto"}, max_num_seqs=1)
-    schedule = config.speculative_config.num_speculative_tokens_per_batch_size
-    lookup = cudagraph_utils.build_dynamic_sd_schedule_lookup
-    limits = {"vllm_max_batch_size": 1, "vllm_num_speculative_tokens": 63}
-    assert set(lookup(schedule, **limits)[1:]) == set(TIERS)
-    assert lookup([(1, 4, 3)], **limits) == [0, 3]
+    assert captured_budgets(config, monkeypatch) == set(TIERS)
+
+
+def test_a_users_schedule_has_graphs_for_its_own_budgets(
+    nano_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is the one from which auto starts."""
+    schedule = [list(entry) for entry in SCHEDULE]
+    config = make(nano_pair, {"budget_per_batch_size": schedule}, max_num_seqs=10)
+    spec = config.speculative_config
+    assert spec.num_speculative_tokens_per_batch_size == SCHEDULE
+    assert captured_budgets(config, monkeypatch) == {63, 31, 15}
+    config = make(nano_pair, {"budget": 31, "top_k": 4}, max_num_seqs=10)
+    assert captured_budgets(config, monkeypatch) == {31}
 
 
 def test_a_vllm_without_a_version_is_refused_not_broken(
     nano_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm
-
-    from vllm_ddtree import integration
 
     monkeypatch.setattr(vllm, "__version__", "dev")
     integration.check.cache_clear()

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-import ddtree_testbed
+from tests.config.building import build, refusal
 from tests.conftest import NANO
-from tests.engine.test_config import build, refusal
-from vllm_ddtree.config.speculative import DFLASH_KEYS, FIXED_KEYS, OWN_KEYS
+from vllm_ddtree.config.keys import DFLASH_KEYS, FIXED_KEYS, OWN_KEYS
 
 VALUES: list[Any] = [
     *(None, True, False, -1, 0, 1, 2.5, 7, 8, 32, 65, 255, 256, 10**30, float("nan"), -0.0),
@@ -91,10 +90,6 @@ def is_right(key: str, value: Any) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def _quiet() -> Iterator[None]:
     """vLLM says much about every configuration."""
-    ddtree_testbed.prepare()
-    from vllm_ddtree import plugin
-
-    plugin.register()
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)

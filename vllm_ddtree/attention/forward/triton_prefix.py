@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our prefix kernel as a backend's prefix pass, with the buffers it writes to."""
+"""The prefix pass by our own kernels, with the buffers they write to."""
 
-import functools
+from __future__ import annotations
+
 from typing import Any
 
 import torch
 from vllm.triton_utils import triton
 
+from vllm_ddtree.attention.kernels.latent_prefix import latent_prefix, latent_segments, tile_rows
+from vllm_ddtree.attention.kernels.launch import num_sms
 from vllm_ddtree.attention.kernels.prefix import choose_num_segments, prefix_attention
-from vllm_ddtree.attention.metadata import TreeMetadata
-from vllm_ddtree.attention.scales import Scales
-
-FORM = "Triton prefix + Triton tail"
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 elsewhere."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+from vllm_ddtree.attention.kernels.scales import Scales
+from vllm_ddtree.attention.metadata.latent import Tail
+from vllm_ddtree.attention.metadata.plain import TreeMetadata
 
 
 def window_segments(window: int) -> int:
@@ -45,7 +39,7 @@ def _num_segments(self: Any, num_reqs: int, tree: TreeMetadata, device: torch.de
     )
 
 
-def triton_prefix(
+def triton_prefix_pass(
     self: Any,
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -55,7 +49,7 @@ def triton_prefix(
     output: torch.Tensor,
     scales: Scales | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`tree_prefix` of any implementation (see `tree_forward`)."""
+    """`prefix_pass` of any implementation of plain attention (see `tree_forward`)."""
     variant = self.tree_variant
     segments = _num_segments(self, attn_metadata.block_table.shape[0], tree, output.device)
     # Inside a FULL graph these come from the graph's own pool.
@@ -78,5 +72,47 @@ def triton_prefix(
         variant.window,
         variant.soft_cap,
         scales,
+    )
+    return prefix_out, prefix_lse
+
+
+def triton_latent_prefix_pass(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    tail: Tail,
+    scale: float,
+    cache_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prefix pass of latent attention, arguments as those of `latent_attention`.
+
+    Its output is float32, so that it is rounded once, with the tail, as in vLLM's decode kernel.
+
+    Returns:
+        What `PrefixPass` gives.
+
+    """
+    rows, heads, rank = query.shape
+    num_reqs, packed = block_table.shape[0], tail.max_len * heads
+    block_m = tile_rows(packed, cache.shape[-1] * query.element_size(), query.device)
+    segments = latent_segments(num_reqs, packed, block_m, num_sms(query.device))
+    # Inside a FULL graph these come from the graph's own pool.
+    prefix_out = query.new_empty(segments, rows, heads, rank, dtype=torch.float32)
+    prefix_lse = query.new_empty(segments, heads, rows, dtype=torch.float32)
+    latent_prefix(
+        query,
+        query_rope,
+        cache,
+        block_table,
+        tail.ends,
+        tail.lens,
+        tail.prefix_lens,
+        prefix_out,
+        prefix_lse,
+        scale,
+        tail.max_len,
+        block_m,
+        cache_scale,
     )
     return prefix_out, prefix_lse

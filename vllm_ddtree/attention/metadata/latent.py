@@ -1,27 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tree-aware metadata builder of multi-head latent attention.
 
-vLLM splits such a batch: the requests in front, by length, are "decodes" and attend to the latent
-cache itself (`forward_mqa`), the others are prefills (model_executor/layers/attention/
-mla_attention.py). Model Runner V2 puts requests with drafts first (`sort_batch_req_ids`), so a
-threshold of a tree's rows makes decodes of all trees, of whatever length. It makes decodes of the
-short prefills behind them, too. A step without trees is split as vLLM splits it, for its own
-kernel; TRITON_MLA's, which takes single rows only here, leaves the short prefills to ours.
+vLLM splits such a batch by the requests' lengths (model_executor/layers/attention/
+mla_attention.py). The short ones in front are "decodes" and attend to the latent cache itself
+(`forward_mqa`). The others are prefills.
+
+Model Runner V2 puts requests with drafts first (`sort_batch_req_ids`), so a threshold of a tree's
+rows makes decodes of all trees, of whatever length. It makes decodes of the short prefills behind
+them, too. A step without trees is split as vLLM splits it, for vLLM's own kernel. TRITON_MLA's,
+which takes single rows only here, leaves the short prefills to ours.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAMetadataBuilder
 
-from vllm_ddtree.attention.latent_forward import Tail
-from vllm_ddtree.attention.metadata import TreeRowGraphs, layer_runtime, named_after
+from vllm_ddtree.attention.metadata.builders import TreeRowGraphs, layer_runtime, named_after
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass
+class Tail:
+    """Rows at the end, or in front of the end, of each request of a batch; see `latent_tail`."""
+
+    ends: torch.Tensor
+    """int32 [num_reqs], row after the last of the tail."""
+    lens: torch.Tensor
+    """int32 [num_reqs], rows of the tail, 0 without one."""
+    prefix_lens: torch.Tensor
+    """int32 [num_reqs], keys before the tail."""
+    max_len: int
+    """Upper bound of lens."""
+    masks: torch.Tensor | None
+    """int32 [max_num_tokens, W], ancestor bits by row; None: causal."""
 
 
 @functools.cache
-def latent_tree_builder(base: type) -> type:
+def latent_tree_builder(base: type[MLACommonMetadataBuilder]) -> type[MLACommonMetadataBuilder]:
     """The tree-aware form of an MLA backend's metadata builder class.
 
     Its metadata carry `tails`: the rows of trees and the other rows of the decodes, or None if the
@@ -35,17 +61,24 @@ def latent_tree_builder(base: type) -> type:
             query_len_support = QueryLenSupport.SINGLE_ONLY
 
         def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+            self,
+            kv_cache_spec: AttentionSpec,
+            layer_names: list[str],
+            vllm_config: VllmConfig,
+            device: torch.device,
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             self.layer_names = layer_names
             self.own_split = self.reorder_batch_threshold, self.query_len_support
 
-        def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
             return self.build(0, common_attn_metadata)
 
         def build(
-            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
         ) -> Any:
             common = common_attn_metadata
             runtime = layer_runtime(self)

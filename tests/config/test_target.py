@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which targets are taken, as far as their configuration tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.config.building import TARGET, build, edited, refusal
+
+
+def test_a_sliding_window_target(tmp_path: Path) -> None:
+    window = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}
+    target = edited(TARGET, tmp_path / "target", **window)
+    config = build(model=target)
+    assert config.model_config.get_sliding_window() == 64
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "what"),
+    [
+        ("is_hybrid", True, "recurrent layers"),
+        ("is_attention_free", True, "recurrent layers"),
+        ("is_encoder_decoder", True, "an encoder"),
+        ("uses_mrope", True, "M-RoPE"),
+        ("rswa_window", 64, "sliding-window"),
+        ("hf_text_config", SimpleNamespace(index_topk=64), "sparse latent attention"),
+    ],
+)
+def test_other_targets(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, what: str
+) -> None:
+    """Nano with the trait: reading a real one's model class takes vLLM seconds."""
+    from vllm_ddtree.config.engine import finish_engine_config
+
+    config = build()
+    model_type = type(config.model_config)
+    monkeypatch.setattr(model_type, attribute, property(lambda _: value), raising=False)
+    message = refusal(lambda: finish_engine_config(None, config))
+    for part in (f"target {str(TARGET)!r}", what, "use method dflash"):
+        assert part in message

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter must be: a plain DFlash drafter, made for the target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_ddtree import integration
+from vllm_ddtree.config.errors import bad_key
+from vllm_ddtree.config.keys import whole
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+    from vllm.config.speculative import SpeculativeConfig
+
+MAX_BLOCK_SIZE = 32
+OTHER_DRAFTERS = ("DFlash2", "LiLiCorr", "XPress")
+"""Parts of the names of architectures that draft otherwise than DFlash."""
+
+
+def check_format(model: str, revision: str | None) -> None:
+    """Raise ValueError for a drafter of the speculators library that is not DFlash."""
+    kind = integration.checkpoint_config(model, revision).get("speculators_model_type", "dflash")
+    if kind != "dflash":
+        what = f"{model}/config.json has speculators_model_type={kind!r}"
+        raise bad_key("model", model, f"give a plain DFlash drafter ({what})")
+
+
+def draft_block_size(draft: ModelConfig) -> int | None:
+    """Query tokens of a draft forward, wherever a DFlash checkpoint keeps them; None: nowhere.
+
+    vLLM's reading of the speculators library's format drops `block_size`
+    (transformers_utils/configs/speculators/), so its file is read again. What that library proposes
+    by default (`speculative_tokens`) is the block without the root.
+    """
+    nested = getattr(draft.hf_config, "dflash_config", None) or {}
+    checkpoint = integration.checkpoint_config(draft.model, draft.revision)
+    for value in (
+        getattr(draft.hf_config, "block_size", None),
+        nested.get("block_size"),
+        checkpoint.get("block_size"),
+    ):
+        if value is not None:
+            return value
+    try:
+        return checkpoint["speculators_config"]["proposal_methods"][0]["speculative_tokens"] + 1
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def check_drafter(spec: SpeculativeConfig, asked_tokens: Any = None) -> int:
+    """Check the drafter of a speculative config that vLLM has taken.
+
+    Args:
+        spec: the speculative config.
+        asked_tokens: the user's `num_speculative_tokens`. As with `method: dflash`, it makes the
+            block where the checkpoint names none.
+
+    Returns:
+        The drafter's block size: query tokens of a draft forward.
+
+    Raises:
+        ValueError: it is no plain DFlash drafter for this target.
+
+    """
+    draft = spec.draft_model_config
+
+    def refuse(fix: str) -> ValueError:
+        return bad_key("model", draft.model, fix)
+
+    check_format(draft.model, draft.revision)
+    original: Any = getattr(draft.hf_config, "model", None) or draft.hf_config
+    architectures = getattr(original, "architectures", None) or draft.architectures or ["unknown"]
+    special = [a for a in architectures if any(other in a for other in OTHER_DRAFTERS)]
+    if special:
+        raise refuse(f"give a plain DFlash drafter, not {special[0]}")
+    block_size = draft_block_size(draft)
+    if block_size is None and asked_tokens is not None:
+        block_size = whole("num_speculative_tokens", asked_tokens, 1, MAX_BLOCK_SIZE - 1) + 1
+    layers = integration.aux_layers(spec)
+    missing = [
+        what
+        for what, there in (
+            ("block_size", block_size),
+            ("dflash_config.mask_token_id", integration.mask_token_id(draft.hf_config) is not None),
+            ("dflash_config.target_layer_ids", layers),
+        )
+        if not there
+    ]
+    if missing:
+        raise refuse(
+            f"give a DFlash drafter ({draft.model}/config.json has no {', '.join(missing)})"
+        )
+    assert block_size is not None and layers is not None
+    if not 2 <= block_size <= MAX_BLOCK_SIZE:
+        raise refuse(f"its block_size {block_size} is outside 2 to {MAX_BLOCK_SIZE}")
+    num_layers = spec.target_model_config.get_total_num_hidden_layers()
+    if max(layers) > num_layers:
+        raise refuse(
+            f"it reads target layer {max(layers)}, but the target has {num_layers} layers: "
+            "give the drafter trained for this target"
+        )
+    return block_size

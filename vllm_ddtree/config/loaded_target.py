@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a target must be, as far as its class and its loaded layers tell.
+
+This runs in the workers. Its imports are too heavy for the process that makes the configuration.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+from vllm_ddtree.attention.install import target_layers
+from vllm_ddtree.attention.registry import BACKENDS, FP8_CACHES, backend, one_of, supported
+from vllm_ddtree.config.attention import named_backend_hint
+from vllm_ddtree.config.errors import bad_layer, bad_target
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+
+
+def check_target_class(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for a target whose class does not give a drafter its hidden states.
+
+    Imports the class, so it runs in the worker, before any weight is loaded.
+    """
+    target = get_model_cls(vllm_config.model_config)
+    if not supports_eagle3(target):
+        raise ValueError(
+            f"method ddtree cannot use target {vllm_config.model_config.model!r}: "
+            f"{target.__name__} gives no auxiliary hidden states to a DFlash drafter; "
+            "use a target that method dflash supports"
+        )
+
+
+def check_loaded_target(vllm_config: VllmConfig, model: nn.Module) -> None:
+    """Raise ValueError for a loaded target that needs a model state, or has an attention layer,
+    that trees do not support.
+    """
+    base = resolve_model_state_cls(vllm_config, model)
+    if base is not DefaultModelState:
+        raise bad_target(
+            vllm_config.model_config.model,
+            f"it needs {base.__name__} (recurrent, cross-attention or encoder layers)",
+        )
+    for name, layer in target_layers(vllm_config).items():
+        check_layer(name, layer)
+
+
+def check_layer(name: str, layer: Any) -> None:
+    """Raise ValueError for a target layer whose attention cannot be a tree's.
+
+    Args:
+        name: the layer's.
+        layer: an attention layer of vLLM, its weights loaded.
+
+    """
+    if type(layer) is MLAAttention:
+        _check_latent_layer(name, layer)
+        return
+    # Subclasses (chunked, prefix-LM, static sinks ...) change what a row sees behind this layer.
+    if type(layer) is not Attention:
+        kind = type(layer).__name__
+        raise bad_layer(name, f"{kind} is neither plain multi-head nor latent attention")
+    impl: Any = layer.impl
+    if layer.attn_type != AttentionType.DECODER:
+        raise bad_layer(name, f"attention type {layer.attn_type}")
+    row = backend(layer.attn_backend.get_name())
+    if row is None or row.latent or not isinstance(impl, row.base()):
+        fix = f"set --attention-backend to {named_backend_hint()}"
+        raise bad_layer(name, f"attention backend {layer.attn_backend.get_name()}", fix)
+    if getattr(impl, "alibi_slopes", None) is not None:
+        raise bad_layer(name, "ALiBi")
+    if getattr(impl, "chunk_lookback", -1) > -1:
+        raise bad_layer(name, "chunked attention")
+    if layer.head_size_v != layer.head_size:
+        raise bad_layer(name, "value heads of another size than key heads")
+    if layer.kv_cache_torch_dtype != layer.dtype:
+        _check_fp8_cache(name, layer)
+    if layer.kv_sharing_target_layer_name is not None:
+        raise bad_layer(name, "a KV cache shared with another layer")
+    if getattr(impl, "fa4_hd256", False):
+        fix = "set --attention-backend to TRITON_ATTN"
+        raise bad_layer(name, "FlashAttention 4 with heads of 256", fix)
+
+
+def _check_latent_layer(name: str, layer: Any) -> None:
+    """`check_layer` of a layer with multi-head latent attention."""
+    if getattr(layer, "use_sparse", False) or getattr(layer.impl, "is_sparse", False):
+        raise bad_layer(name, "sparse latent attention (an indexer)")
+    row = backend(layer.attn_backend.get_name())
+    if row is None or not row.latent or type(layer.impl) is not row.base():
+        fix = f"set --attention-backend to {one_of(supported(latent=True))}"
+        raise bad_layer(name, f"attention backend {layer.attn_backend.get_name()}", fix)
+    if layer.sliding_window is not None:
+        raise bad_layer(name, "latent attention with a sliding window")
+    if layer.kv_cache_dtype not in ("auto", "float16", "bfloat16"):
+        _check_fp8_cache(name, layer)
+
+
+def _check_fp8_cache(name: str, layer: Any) -> None:
+    """Refuse a quantised cache that the layer's backend cannot read for trees."""
+    taken = BACKENDS[layer.attn_backend.get_name()].fp8_cache
+    if not taken or layer.kv_cache_dtype not in FP8_CACHES:
+        fix = "set --kv-cache-dtype to auto" + (" or fp8" if taken else "")
+        raise bad_layer(name, f"KV cache dtype {layer.kv_cache_dtype}", fix)

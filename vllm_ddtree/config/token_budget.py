@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token limits of a step: one request's verify step, and the draft forward of all, must fit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_ddtree.config.speculative import DDTreeConfig
+
+
+def check_token_budget(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for a limit under which a tree or a draft would never run whole."""
+    spec: DDTreeConfig = vllm_config.speculative_config
+    scheduler = vllm_config.scheduler_config
+    tokens, rows = scheduler.max_num_batched_tokens, spec.budget + 1
+    budget, lower = f"budget={spec.budget}", "lower budget"
+    if spec.auto_budget:
+        budget, lower = f"budget=auto (up to {spec.budget})", "set budget to a number"
+    # vLLM 0.32 takes the draft's slots off every request's share of a batch.
+    slots = spec.max_num_new_slots_for_drafting
+    needed = max(rows + slots, spec.block_size)
+    if tokens < needed:
+        raise ValueError(
+            f"--max-num-batched-tokens={tokens} is too small for method ddtree with "
+            f"{budget}: a request needs {needed} tokens a step; raise it to at least {needed} or "
+            f"{lower}"
+        )
+    for flag, value in (
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold),
+    ):
+        if value and value < rows:
+            raise ValueError(
+                f"{flag}={value} is too small for method ddtree with {budget}: a request verifies "
+                f"{rows} tokens a step; leave it out, raise it to at least {rows} or {lower}"
+            )
+    if not _limits_active(vllm_config) and scheduler.max_num_seqs > _most_drafts(vllm_config):
+        drafts = scheduler.max_num_seqs * spec.block_size
+        raise ValueError(
+            f"--max-num-seqs={scheduler.max_num_seqs} with the drafter's "
+            f"block_size={spec.block_size} needs {drafts} draft tokens a step, more than "
+            f"--max-num-batched-tokens={tokens}: raise it to at least {drafts} or lower "
+            f"--max-num-seqs to {_most_drafts(vllm_config)}"
+        )
+
+
+def set_active_requests(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
+    """Set the most running requests to what the user asked for, as far as the drafts fit a step.
+
+    vLLM has lowered it as if every request drafted its lookahead, budget + 1 tokens.
+
+    Args:
+        engine_args: as the user gave them.
+        vllm_config: made from them; changed.
+
+    """
+    scheduler = vllm_config.scheduler_config
+    if _limits_active(vllm_config):
+        asked = engine_args.max_num_active_seqs or scheduler.max_num_seqs
+        scheduler.max_num_active_seqs = min(asked, _most_drafts(vllm_config))
+
+
+def _limits_active(vllm_config: VllmConfig) -> bool:
+    """Whether this vLLM limits running requests apart from `max_num_seqs` (since 0.33)."""
+    return hasattr(vllm_config.scheduler_config, "max_num_active_seqs")
+
+
+def _most_drafts(vllm_config: VllmConfig) -> int:
+    """Requests whose drafts fit vLLM's buffers, of max_num_batched_tokens."""
+    spec: DDTreeConfig = vllm_config.speculative_config
+    return vllm_config.scheduler_config.max_num_batched_tokens // spec.block_size

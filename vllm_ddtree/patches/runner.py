@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where Model Runner V2 makes its parts and runs a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_ddtree.presence import is_ddtree
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config.vllm import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+
+def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_speculator`."""
+
+    def init(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
+        if is_ddtree(vllm_config.speculative_config):
+            from vllm_ddtree.config.loaded_target import check_target_class
+            from vllm_ddtree.proposer.speculator import make_speculator
+
+            check_target_class(vllm_config)
+            return make_speculator(vllm_config, device)
+        return original(vllm_config, device, req_states)
+
+    return init
+
+
+def init_model_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_model_state`."""
+
+    def init(vllm_config: VllmConfig, model: Any, encoder_cache: Any, device: torch.device) -> Any:
+        if is_ddtree(vllm_config.speculative_config):
+            from vllm_ddtree.model_state import make_model_state
+            from vllm_ddtree.patches import table
+
+            table.install(table.When.WORKER)
+            return make_model_state(vllm_config, model, encoder_cache, device)
+        return original(vllm_config, model, encoder_cache, device)
+
+    return init
+
+
+def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPUModelRunner.execute_model`."""
+
+    def execute(
+        self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        if is_ddtree(self.vllm_config.speculative_config):
+            from vllm_ddtree.round.marks import asks_for_chains
+
+            self.model_state.runtime.chains_asked = asks_for_chains(scheduler_output)
+        return original(self, scheduler_output, *args, **kwargs)
+
+    return execute
+
+
+def sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`GPUModelRunner.sample_tokens`, the end of a step."""
+
+    def sample(self: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if is_ddtree(self.vllm_config.speculative_config):
+            from vllm_ddtree.invariants import stop
+
+            stop.put(self.model_state, output)
+        return output
+
+    return sample

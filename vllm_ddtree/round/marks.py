@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler tells the workers with a step: an attribute of vLLM's SchedulerOutput."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_CHAINS = "ddtree_chains"
+
+
+def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
+    """Say whether a step, all of whose requests verify trees of one size, verifies chains."""
+    setattr(scheduler_output, _CHAINS, chains)
+
+
+def asks_for_chains(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a step is to verify chains."""
+    return getattr(scheduler_output, _CHAINS, False)
