@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies on the GPU between a round's last kernel and the next round's forward, without a
-profiler: CUDA events at both ends.
+"""What lies on the GPU between a round's last kernel and the next round's forward.
 
-Between them are the small kernels of the next step's inputs, and the GPU's wait for the host if the
-host is late. Only steps whose forward is a FULL graph are timed. The functions are sent to a worker
-of vLLM (`LLM.collective_rpc`).
+It is measured without a profiler, by CUDA events at both ends. Between them are the small kernels
+of the next step's inputs and, if the host is late, the GPU's wait for it. Only steps whose forward
+is a FULL graph are timed. The functions are sent to a worker of vLLM (`LLM.collective_rpc`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is an inflated pair still the pair it was made from? Texts and acceptance in vLLM, both pairs.
+"""Whether an inflated pair is still the pair it was made from: texts and acceptance in vLLM.
 
 usage: python -m benchmarks.compare_pairs PAIR/small PAIR/small-dflash OUT/target OUT/drafter
 
-Greedy texts of the two targets, and acceptance of the chain of both pairs on the same prompts.
-Where a text differs, the gap between the two best log-probs of the original target at that token
-is printed: bfloat16 may only turn near-ties, as it does between batch sizes. Exit status 1 if a
-difference has a gap above --tie.
+It compares the greedy texts of the two targets, and the acceptance of both pairs' chains on the
+same prompts. Where texts differ, it prints the gap between the original target's two best log-probs
+at that token. bfloat16 may turn only near-ties, as it does between batch sizes. The exit status is
+1 if a difference has a gap above --tie.
 """
 
 from __future__ import annotations

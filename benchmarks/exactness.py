@@ -3,12 +3,11 @@
 
 usage: python benchmarks/exactness.py TARGET DRAFTER --budgets 7 8 15 31 63 --out FOLDER
 
-Every engine answers the same prompts, one request at a time and all at once, at temperature 0.
-Where DDTree's text leaves the chain's, the target's own top-1/top-2 logit gap at that token (plain
-decoding, teacher forced)
-is measured: only a near-tie excuses a difference, since half-precision arithmetic depends on the
-batch's shape. Seeded requests are compared with plain decoding in the same way. Writes
-exactness.json and exactness.md.
+Every engine answers the same prompts at temperature 0, one request at a time and all at once. Where
+DDTree's text leaves the chain's, the target's own gap between its two best logits at that token is
+measured, by plain decoding along the text. Only a near-tie excuses a difference: arithmetic in half
+precision depends on the shape of the batch. Seeded requests are compared with plain decoding in the
+same way. Writes exactness.json and exactness.md.
 """
 
 import argparse

@@ -4,11 +4,11 @@
 usage: python -m benchmarks.inflate PAIR/small PAIR/small-dflash OUT [--shape qwen3-8b]
 
 Writes OUT/target and OUT/drafter. They emit, draft and accept what the given pair does, at the
-speed of the large shape: a benchmark then has the acceptance of a trained pair and the cost of a
-big one. Weights and activations are nonzero nearly everywhere, since a GPU that multiplies zeros
-draws less power and runs faster.
+speed of the large shape. So a benchmark has the acceptance of a trained pair and the cost of a big
+one. Nearly all weights and activations are nonzero, because a GPU that multiplies zeros draws less
+power and runs faster.
 
-How, with h the small width, H the large one:
+How it works, where h is the small hidden size and H the large one:
 
 - The residual stream holds n copies of the small one (n h <= H, n even), neighbours side by side.
   What writes to it has its rows copied. The remaining H - n h dimensions stay zero.

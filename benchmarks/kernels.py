@@ -3,10 +3,10 @@
 
 usage: python -m benchmarks.kernels --out FOLDER [--budgets 7 15 31 63 127] [--batches 1 8 32]
 
-Each kernel is replayed from a CUDA graph of many calls (attention: one call for each layer's own
-cache, as in a forward pass), so launches from Python do not count. Sizes are those of Qwen3-8B with
-a drafter of block size 16: 36 layers, 32/8 heads of 128, hidden 4096, vocabulary 151936, bfloat16.
-Writes kernels.json and kernels.md. Columns:
+Each kernel is replayed from a CUDA graph of many calls, so launches from Python do not count.
+Attention has one call for each layer's own cache, as in a forward pass. Sizes are those of
+Qwen3-8B with a drafter of block size 16: 36 layers, 32/8 heads of 128, hidden size 4096, vocabulary
+151936, bfloat16. Writes kernels.json and kernels.md. Columns:
 
 top-k, build           candidates of the draft positions, growing the trees
 rows                   tree positions, masks and lengths of the verify rows

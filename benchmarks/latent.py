@@ -4,14 +4,16 @@
 usage: python -m benchmarks.latent [--heads 8] [--budgets 7 31 63] [--batches 1 8 32]
            [--contexts 1024 16384] [--layers 4] [--repeats 10]
 
-A table, one line a case. "prefix": the pass over the committed keys by FlashAttention 3, by
-FlashMLA and by our kernel with tiles of 16, 32 and 64 (row, head) pairs. "tail": our kernel over
-the tree's own rows, which merges one prefix part, by tile. "chain": vLLM's own kernels over as many
-rows, each seeing the rows before it.
+Prints a table, one line a case:
+
+prefix   the pass over the committed keys: by FlashAttention 3, by FlashMLA, and by our kernel with
+         tiles of 16, 32 and 64 (row, head) pairs
+tail     our kernel over the tree's own rows, by tile; it also merges one prefix part
+chain    vLLM's own kernels over as many rows, each seeing the rows before it
 
 Each is replayed from a CUDA graph of one call a layer, each layer with its own cache (latents of
-512 + 64, blocks of 64, bfloat16). `*` marks the tile that is chosen by itself; `-`: it does not run
-here, the reason stands below the table. Needs a GPU; the default cases are meant to take less than
+512 + 64, blocks of 64, bfloat16). `*` marks the tile that is used. `-` marks what does not run
+here; the reason stands below the table. Needs a GPU. The default cases are meant to take less than
 a minute on an H200.
 """
 

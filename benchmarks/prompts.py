@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of a load benchmark: windows of Python files that no pair was trained on, a file, or a
-data set of `vllm bench`."""
+"""Prompts of a load benchmark.
+
+They are windows of Python files that no pair was trained on, a file of the user's, or a data set of
+`vllm bench`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of a load benchmark: their statistics, Markdown table and plots.
 
-A run is one engine at one concurrency, once. Its record (all times of the requests' own clocks):
+A run is one engine at one concurrency, once. This is its record; all times are by the requests' own
+clocks:
 
 engine, concurrency, cycle, repeat, requests
 tokens, seconds    output tokens of all requests, wall time from first submission to last answer

@@ -3,17 +3,17 @@
 
 usage: python -m benchmarks.rounding TARGET [--prompts 48] [--tokens 192]
 
-A simulation in PyTorch, on the CPU: every result rounds to bfloat16 as in vLLM, sums are float32.
-With fp8, weights have one scale an output channel and inputs of linear layers one a token
-(vLLM's `fp8_per_channel`). Python files are read by forward passes that differ in attention alone:
+A simulation in PyTorch on the CPU. Every result rounds to bfloat16 as in vLLM; sums are float32.
+With fp8, weights have one scale an output channel, and inputs of linear layers have one a token
+(vLLM's `fp8_per_channel`). Forward passes that differ in attention alone read Python files:
 
 once     all keys at once: what the others are compared with
-tiles    64 keys after another, as FlashAttention does it; nothing is rounded more
-tree     keys before the last 0 to 6 rows, rounded to bfloat16, merged with those of these rows, as
-         a tree's row attends
+tiles    64 keys after another, as in FlashAttention; nothing more is rounded
+tree     as a tree's row attends: the keys before the last 0 to 6 rows, rounded to bfloat16, are
+         merged with those of these rows
 
-Prints, for each, the tokens whose most probable successor is another one, the largest gap between
-the two in logits, and the root mean square of the logits' difference.
+For each it prints how many tokens have another most probable successor, the largest gap between the
+two in logits, and the root mean square of the logits' difference.
 """
 
 from __future__ import annotations

@@ -2,13 +2,16 @@
 """What the GPU does in a round: time by kernel, and the gaps in which it waits.
 
 `profile_rounds` lets N requests decode together and records a few rounds in the worker that runs
-them, with the CUDA activity of `torch.profiler` alone, so that the host is slowed as little as
-possible. It still is, and stays so: what the profiler once hooks into every launch it leaves there.
-`time_rounds` therefore tells the same without it, for an engine that was never profiled: the
+them. It records the CUDA activity of `torch.profiler` alone, so that the host is slowed as little
+as possible. The host stays slowed afterwards: what the profiler once hooks into every launch it
+leaves there.
+
+`time_rounds` therefore measures without the profiler, in an engine that was never profiled: the
 processor time of the thread that schedules steps and launches their kernels, and what lies on the
 GPU between a round's last kernel and the next round's forward (`between.py`).
-Needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 where the engine core is another process (a function is
-sent to it).
+
+Needs VLLM_ALLOW_INSECURE_SERIALIZATION=1 where the engine core is another process, because a
+function is sent to it.
 """
 
 from __future__ import annotations

@@ -6,18 +6,21 @@ usage: python -m benchmarks.serve_load TARGET DRAFTER --engines plain chain-15 t
        python -m benchmarks.serve_load --merge A/load.json B/load.json --out FOLDER
 
 An engine is `plain`, `chain-K` (method dflash, K draft tokens), `tree-B` (method ddtree, budget B),
-`tree-auto`, or a name that --specs gives a speculative_config. One engine lives at a time; it
-serves every concurrency, then everything again for the next repeat, and --cycles repeats the whole
-list of engines, so that a drifting machine shows. With --together all engines live side by side
-(--gpu-memory-utilization is the share of each) and take turns: at each concurrency one after the
-other, while the others wait. At concurrency N, N requests are in flight: a new
-one is submitted as soon as one is answered. Greedy, exactly --max-tokens tokens each, no prefix
-caching. The same prompts go to every engine, others to every repeat. A short run at the same
-concurrency goes before each measured one. With --sampling everything runs a second time, sampled,
-under the engine's name and " sampled". The engine core is vLLM's usual process of its own
-(--in-process: this one).
+`tree-auto`, or a name that --specs gives a speculative_config. Its core is vLLM's usual process of
+its own (--in-process: this one).
 
-Writes load.json and load.md after each run, so that a benchmark cut short leaves what it measured;
+One engine lives at a time. It serves every concurrency, then everything again for the next repeat.
+--cycles repeats the whole list of engines, so that a drifting machine shows. With --together all
+engines live side by side, each with the share of memory that --gpu-memory-utilization gives, and
+take turns at each concurrency while the others wait.
+
+At concurrency N, N requests are in flight: a new one is submitted as soon as one is answered.
+Requests are greedy, have exactly --max-tokens tokens each, and use no prefix caching. Every engine
+gets the same prompts, every repeat gets others. A short run at the same concurrency goes before
+each measured one. With --sampling everything runs a second time, sampled, under the engine's name
+and " sampled".
+
+Writes load.json and load.md after each run, so that a benchmark cut short leaves what it measured.
 benchmarks/report.py says what the numbers are.
 """
 

@@ -4,10 +4,11 @@
 usage: python -m benchmarks.soak TARGET DRAFTER --requests 10000 --out FOLDER
 
 The engines of --engines live one after another (vLLM's AsyncLLM: engine core in its own process,
-asynchronous scheduling, CUDA graphs) and share the requests. An engine's requests come in segments;
-after each one it is quiet, and then every KV block must be free, and memory is read. Then some of
-the finished requests run again, one at a time, on the same engine, and some on an engine without
-speculation: the same tokens, or a choice that rounding explains (benchmarks/soak_judge.py).
+asynchronous scheduling, CUDA graphs) and share the requests. An engine's requests come in segments.
+After each segment the engine is quiet; then memory is read, and every KV block must be free. At the
+end some of the finished requests run again: some on the same engine, one at a time, and some on an
+engine without speculation. They must give the same tokens, or differ in a choice that rounding
+explains (benchmarks/soak_judge.py).
 
 Writes soak.json and soak.md. Exits with 1, and says why, unless
 - every request ended as it should: finished as its parameters say, aborted, or, if it was wrong,

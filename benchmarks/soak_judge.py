@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether two answers to one request differ by rounding alone.
 
-In half precision a logit depends on the batch's shape, so two runs may choose differently where two
-choices are nearly as good. How nearly is the *gap*: the smallest difference of two logits that,
-were it not there, would let either choice stand. The logits are a third party's: those of an engine
-without speculation that reads prompt and common text as a prompt.
+In half precision a logit depends on the batch's shape. So two runs may choose differently where two
+choices are nearly as good. The *gap* says how nearly: it is the smallest difference of two logits
+without which either choice could stand. The logits are those of a third party, an engine without
+speculation that reads prompt and common text as a prompt.
 """
 
 from __future__ import annotations

@@ -36,7 +36,13 @@ ENGINE = SimpleNamespace(
     vllm_config=CONFIG, speculative_config=OTHER, model_state="untouched", stat_loggers=[]
 )
 SCHEDULER = SimpleNamespace()
-ARGS = SimpleNamespace(speculative_config={"method": "dflash"}, spec_method=None)
+ARGS = SimpleNamespace(
+    model="target",
+    speculative_config={"method": "dflash"},
+    spec_method=None,
+    spec_model=None,
+    spec_tokens=None,
+)
 
 # Target -> what the replacement is called with. The original must get exactly the same.
 CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {

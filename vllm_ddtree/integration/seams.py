@@ -61,7 +61,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "SpeculativeConfig: uses_dynamic_speculative_decoding()",
         "SpeculativeConfig: num_speculative_tokens_per_batch_size",
     ),
-    "vllm.transformers_utils.repo_utils": ("try_get_local_file",),
+    "vllm.transformers_utils.repo_utils": ("try_get_local_file(model, file_name, revision)",),
     # Engine core and scheduler.
     "vllm.v1.engine.core": (
         "EngineCore: __init__(vllm_config, ...) scheduler model_executor vllm_config",

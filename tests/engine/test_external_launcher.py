@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchrun with two ranks: each has its own scheduler, and all must choose alike.
+
+The ranks' measured times and clocks are made to differ (`launched.py`). What depends on them is
+decided by the first rank for all: the ranks choose the same budgets, hold the same trees, and give
+the tokens of plain decoding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import NANO
+
+
+def launch(folder: Path, budget: str) -> list[dict[str, Any]]:
+    """What the two ranks wrote."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "tests.engine.launched"),
+            *(str(NANO.target), str(NANO.drafter), str(folder)),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "BUDGET": budget},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    one, other = launch(tmp_path_factory.mktemp("plain"), "none")
+    assert one["tokens"] == other["tokens"]
+    return one["tokens"]
+
+
+@pytest.mark.parametrize("budget", ["auto", "7"])
+def test_all_ranks_choose_alike(tmp_path: Path, plain: list[list[int]], budget: str) -> None:
+    one, other = launch(tmp_path, budget)
+    assert one["chosen"] == other["chosen"]
+    assert one["tokens"] == other["tokens"] == plain
+    assert one["digests"] == other["digests"] and len(one["digests"]) > 10
+    if budget == "auto":
+        # The first rank's favourite, whatever the other measured.
+        assert 3 in {nodes for nodes, *_ in one["chosen"]}
+        assert len({nodes for nodes, *_ in one["chosen"]}) > 1 or one["chosen"][0][0] == 3
