@@ -66,11 +66,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the tests of a pair that is not there, and marks tests/gpu."""
+    """Deselects the tests of a pair that is not there, and marks tests by their folder."""
     dropped = []
     for item in items:
-        if Path(__file__).parent / "gpu" in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
+        for marker in ("engine", "gpu"):
+            if Path(__file__).parent / marker in item.path.parents:
+                item.add_marker(marker)
         needs_small = item.get_closest_marker("small") or "small_pair" in getattr(
             item, "fixturenames", ()
         )

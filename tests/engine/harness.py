@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ddtree_testbed
 from vllm_ddtree.testing import engine
 from vllm_ddtree.testing.engine import Counters, Prompt, Result, generate
 
@@ -117,6 +116,8 @@ def open_engine(
     target: str | Path, spec: dict[str, Any] | None = None, **llm_kwargs: Any
 ) -> Iterator[LLM]:
     """`vllm_ddtree.testing.engine.open_engine` on the CPU test bed, with `DEFAULTS`."""
+    import ddtree_testbed  # not at the head: tests/gpu reads PROMPTS where there is no test bed
+
     ddtree_testbed.prepare()
     with engine.open_engine(target, spec, **{**DEFAULTS, **llm_kwargs}) as llm:
         yield llm

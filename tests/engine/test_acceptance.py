@@ -19,6 +19,7 @@ from tests.engine.harness import (
     Counters,
     Result,
     ddtree,
+    dflash,
     generate,
     greedy,
     open_engine,
@@ -26,7 +27,7 @@ from tests.engine.harness import (
     watch_reaches,
 )
 from tests.engine.known import model_runner
-from tests.oracle import Drafter, Round, Target, Trace, acceptance_length
+from tests.oracle import Drafter, Round, Target, Trace
 from vllm_ddtree.budget import auto, cost
 from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.proposer import speculator
@@ -43,6 +44,7 @@ REQUESTS: list[tuple[str, int, dict[str, Any]]] = [
     (PROMPTS[2], 20, {"presence_penalty": 0.5}),
 ]
 CHAIN = [False, False, False, True]
+GREEDY = [0, 2]
 
 
 @functools.cache
@@ -58,6 +60,24 @@ def traces(pair: Pair) -> list[Trace]:
         Trace(target, drafter, output.prompt_token_ids, tokens)
         for output, tokens in zip(plain.outputs, plain.token_ids, strict=True)
     ]
+
+
+def serve(pair: Pair, spec: dict[str, Any]) -> Result:
+    """The requests through an engine of their own."""
+    return run_engine(
+        pair.target,
+        spec,
+        [prompt for prompt, _, _ in REQUESTS],
+        [greedy(n, **more) for _, n, more in REQUESTS],
+        max_model_len=MAX_MODEL_LEN,
+        per_request_spec_decode_metrics="detailed",
+        **ENGINE,
+    )
+
+
+@functools.cache
+def served(pair: Pair, budget: int, **keys: int) -> Result:
+    return serve(pair, ddtree(pair, budget, **keys))
 
 
 def oracle(
@@ -105,15 +125,7 @@ def check_counters(counters: Counters, result: Result, depth: int, budget: int) 
 )
 def test_rounds_are_the_oracles(pair: Pair, budget: int, keys: dict[str, int]) -> None:
     expected = oracle(pair, budget, **keys)
-    result = run_engine(
-        pair.target,
-        ddtree(pair, budget, **keys),
-        [prompt for prompt, _, _ in REQUESTS],
-        [greedy(n, **more) for _, n, more in REQUESTS],
-        max_model_len=MAX_MODEL_LEN,
-        per_request_spec_decode_metrics="detailed",
-        **ENGINE,
-    )
+    result = served(pair, budget, **keys)
     for i, (trace, rounds) in enumerate(zip(traces(pair), expected, strict=True)):
         tokens = result.token_ids[i]
         known = trace.tokens[trace.num_prompt_tokens :]
@@ -128,20 +140,24 @@ def test_rounds_are_the_oracles(pair: Pair, budget: int, keys: dict[str, int]) -
 
 
 def test_the_length_limit_cuts_trees(pair: Pair) -> None:
-    """The case above is what it says: its last trees lose nodes."""
-    limited = oracle(pair, 31)[2]
-    assert limited[0].num_nodes == 31
-    assert 0 <= limited[-1].num_nodes < 31
-    assert sum(r.emitted for r in limited) + 1 == MAX_MODEL_LEN - traces(pair)[2].num_prompt_tokens
+    """The third request is what it says: the engine's last trees lose nodes, the text fills it."""
+    output = served(pair, 31).outputs[2]
+    drafted = output.outputs[0].spec_decode_metrics.per_step_drafted
+    assert drafted[0] == 31 and 0 < drafted[-1] < 31
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == MAX_MODEL_LEN
 
 
 def test_a_tree_accepts_more_than_the_chain(pair: Pair) -> None:
-    """Same drafts, same requests: a tree of the chain's nodes and more is never shorter."""
-    chain = [
-        r for trace in traces(pair)[:3] for r in trace.replay(budget=pair.block_size - 1, top_k=1)
-    ]
-    tree = [r for trace in traces(pair)[:3] for r in trace.replay(budget=31, top_k=16)]
-    assert acceptance_length(tree) > acceptance_length(chain)
+    """Than vLLM's own, from the same drafter: a tree of the chain's nodes and more."""
+    trees = served(pair, 31)
+    chains = serve(pair, dflash(pair))
+    lengths = []
+    for result in (trees, chains):
+        outputs = [result.outputs[i].outputs[0] for i in GREEDY]
+        accepted = [n for o in outputs for n in o.spec_decode_metrics.per_step_accepted]
+        lengths.append(sum(accepted) / len(accepted))
+    assert [trees.token_ids[i] for i in GREEDY] == [chains.token_ids[i] for i in GREEDY]
+    assert lengths[0] > 1.1 * lengths[1] > 0
 
 
 def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

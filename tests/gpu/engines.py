@@ -39,8 +39,17 @@ ENGINE: dict[str, Any] = {
 GRAPHS: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
-TIE = 0.5
-"""Largest gap of rounding, logits: those of 16 to 32 are 0.125 apart in bfloat16."""
+# Measured in bfloat16 with the `small` pair: the largest gap is 0.125 and 2 of 1024 tokens are not
+# the first choice (h200-tests/test_fp8_engine.txt, with an fp8 cache, which rounds more); the largest
+# gap of 19,000 requests that ran again is 0.260 (h200-soak, seeded ones among them).
+TIE = 0.3
+"""Largest gap of rounding, in logits. Those of 16 to 32 are 0.125 apart in bfloat16."""
+OFTEN = 0.02
+"""Largest share of tokens that are not the first choice."""
+UNTRAINED: dict[str, float] = {"tie": 0.5, "often": 0.1}
+"""Limits for a target that was not trained as it is: with other attention, or random weights. Its
+choices are nearly equal more often. What it gives in bfloat16 is not on file, only that it is within
+these; `check_gaps` prints it."""
 
 # More than fit at once, of lengths that make every number of running requests come by. The first
 # ten are greedy and nothing else: the judge reads them.
@@ -235,7 +244,9 @@ def _read(
             yield {token: choice.logprob for token, choice in choices.items()}
 
 
-def check_gaps(found: Sequence[float]) -> None:
+def check_gaps(found: Sequence[float], tie: float = TIE, often: float = OFTEN) -> None:
     """Nothing but rounding: few tokens are not the first choice, and those nearly are."""
-    assert max(found) <= TIE
-    assert sum(gap > 0 for gap in found) < 0.1 * len(found)
+    others = sum(gap > 0 for gap in found)
+    print(f"gaps: {others} of {len(found)} tokens, largest {max(found)}")
+    assert max(found) <= tie
+    assert others <= often * len(found)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import Pair
 from tests.engine import models
-from tests.gpu.engines import ENGINE, GRAPHS, check_gaps, gaps, qwen3_moe, serve, spec
+from tests.gpu.engines import ENGINE, GRAPHS, UNTRAINED, check_gaps, gaps, qwen3_moe, serve, spec
 from vllm_ddtree.testing.engine import run_engine
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -55,7 +55,7 @@ def test_attention(
         assert run.replays, backend
         assert run.compiled == [], backend
         texts += run.judged
-    check_gaps(gaps(pair, texts))
+    check_gaps(gaps(pair, texts), **UNTRAINED)
 
 
 def test_experts(tmp_path: Path) -> None:
@@ -72,4 +72,4 @@ def test_experts(tmp_path: Path) -> None:
     result = run_engine(pair.target, spec(pair, 15), prompts, params, **{**engine, **GRAPHS})
     assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
     texts = list(zip(prompts, result.token_ids, strict=True))
-    check_gaps(gaps(pair, texts, skip_tokenizer_init=True))
+    check_gaps(gaps(pair, texts, skip_tokenizer_init=True), **UNTRAINED)

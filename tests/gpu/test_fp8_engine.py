@@ -25,8 +25,17 @@ from vllm_ddtree.testing.engine import Result, generate, open_engine
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("fp8 (e4m3) needs compute capability 8.9", allow_module_level=True)
 
-# Of two tokens' log-probs: rounding moves them by less, unless plain decoding shows more.
-NEAR_TIE = 0.3
+# The limits below stand a little above what an H200 gave (h200-tests/test_fp8_engine.txt), DDTree's
+# numbers first, plain decoding's behind them:
+#   fp8 cache, FLASH_ATTN    mean gap 0.00024 (0.00012), largest 0.125 (0.125)
+#   fp8 cache, TRITON_ATTN   mean gap 0.00006 (0.00006), largest 0.0625 (0.0625)
+#   fp8 cache of latents     mean gap 0.0379 (0.0349), largest 1.22 (1.13)
+#   fp8 weights              mean gap 0.00048 (0.00028), largest 0.5625 (0.25),
+#                            mean move 0.1329 (0.1338), largest 1.19 (1.00)
+# Means are steady. A largest gap is one token's: it comes in steps of bfloat16, 0.125 for logits of
+# 16 to 32, and differs between kernels and versions.
+NEAR_TIE = 0.25
+"""Of two tokens' log-probs: rounding moves them by less, unless plain decoding shows more."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 1024,
@@ -92,8 +101,8 @@ def assert_plain_decoding(
     print(pair.name, engine, f"{equal} of {len(texts)} texts equal")
     say("ddtree", "gaps", ours)
     say("plain", "gaps", theirs)
-    assert fmean(ours) <= 1.5 * fmean(theirs) + 0.001
-    assert max(ours) <= max(NEAR_TIE, 1.5 * max(theirs))
+    assert fmean(ours) <= 1.2 * fmean(theirs) + 0.0005
+    assert max(ours) <= max(NEAR_TIE, 1.3 * max(theirs))
 
 
 def say(name: str, what: str, found: Sequence[float]) -> None:
@@ -119,8 +128,8 @@ def test_fp8_cache(backend: str, small_pair: Pair) -> None:
     engine = {**ENGINE, "attention_backend": backend, "kv_cache_dtype": "fp8"}
     result = run_ddtree(small_pair, 31, prompts, 128, torch.uint8, **engine)
     assert_plain_decoding(small_pair, prompts, result.token_ids, **engine)
-    # Where texts part, they differ in how easily they are drafted.
-    assert result.counters.acceptance_length > 0.85 * acceptance_with_bfloat16(small_pair)
+    # Where texts part, they differ in how easily they are drafted: 6.08 and 6.14 instead of 6.53.
+    assert result.counters.acceptance_length > 0.9 * acceptance_with_bfloat16(small_pair)
 
 
 def test_fp8_cache_of_latents(tmp_path: Path) -> None:
@@ -155,9 +164,10 @@ def test_fp8_weights(small_pair: Pair) -> None:
     for name, found in (("ddtree", (gaps, moves)), ("plain", (plain_gaps, plain_moves))):
         say(name, "gaps", found[0])
         say(name, "moved margins", found[1])
-    assert fmean(moves) <= 1.5 * fmean(plain_moves)
-    assert max(moves) <= 1.5 * max(plain_moves)  # late rows with a wrong mask show here first
-    assert fmean(gaps) <= 1.5 * fmean(plain_gaps) + 0.001
-    assert max(gaps) <= max(plain_moves)
-    # The drafter was trained for the weights before they were rounded.
-    assert result.counters.acceptance_length > 0.7 * acceptance_with_bfloat16(small_pair)
+    assert fmean(moves) <= 1.1 * fmean(plain_moves)
+    assert max(moves) <= 1.3 * max(plain_moves)  # late rows with a wrong mask show here first
+    assert fmean(gaps) <= 1.2 * fmean(plain_gaps) + 0.0005
+    assert max(gaps) <= 0.75 * max(plain_moves)
+    # The drafter was trained for the weights before they were rounded. These texts are longer than
+    # those with a bfloat16 cache, and repeat themselves: 8.67 and 6.53.
+    assert result.counters.acceptance_length > acceptance_with_bfloat16(small_pair)

@@ -74,7 +74,7 @@ def open_engine(
     """A vLLM engine in this process, shut down on leaving so that the next one finds nothing of it.
 
     `spec` is the speculative_config (a copy goes to vLLM, which changes it), `llm_kwargs` are those
-    of `vllm.LLM`. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0 (set by `cpu.set_environment()`).
+    of `vllm.LLM`. Needs VLLM_ENABLE_V1_MULTIPROCESSING=0.
     """
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory

@@ -6,12 +6,9 @@ This anchors the oracle: what a DFlash draft is, and how vLLM counts rounds and 
 
 from __future__ import annotations
 
-import pytest
-
-from tests.conftest import ON_CPU
+import ddtree_testbed
+from tests.oracle import Drafter, Target, Trace, greedy
 from vllm_ddtree.testing.engine import run_engine
-
-from . import Drafter, Target, Trace, greedy
 
 MAX_MODEL_LEN = 64
 PROMPTS = (
@@ -22,11 +19,8 @@ PROMPTS = (
 MAX_TOKENS = (24, 64, 17)  # the second request ends at the length limit
 
 
-@pytest.mark.skipif(not ON_CPU, reason="needs vLLM's CPU engine (cpu/README.md)")
 def test_vllm_counts_the_same_rounds(pair) -> None:
     from vllm import SamplingParams
-
-    import ddtree_testbed
 
     ddtree_testbed.prepare()
     target = Target.load(pair.target)
