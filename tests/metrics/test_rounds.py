@@ -16,10 +16,11 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_ddtree.integration import observe_steps, steps_of
 from vllm_ddtree.metrics.rounds import RoundCounts
-from vllm_ddtree.metrics.scheduler import attach, take_counts
+from vllm_ddtree.metrics.scheduler import RoundCounter, attach, take_counts
 from vllm_ddtree.patches import scheduler as patches
 from vllm_ddtree.round.emitted import StepFacts, with_facts
 from vllm_ddtree.round.kinds import LABELS, RoundKind, step_kinds
+from vllm_ddtree.round.marks import note_cut
 
 BUDGET, DEPTH, TOP_K = 12, 4, 6
 
@@ -156,6 +157,26 @@ def test_counts_against_a_plain_reference() -> None:
     seen = {kind for kind, n in zip(RoundKind, total.rounds, strict=True) if n > 0}
     assert seen == set(RoundKind) - {RoundKind.PROCESSORS}
     assert total.nodes > 0 and min(total.ranks) > 0
+
+
+@pytest.mark.parametrize(("cut", "shown"), [(None, 12), (3, 3), (0, 0)])
+def test_the_budget_of_a_step_that_was_cut(cut: int | None, shown: int) -> None:
+    """The metric shows what the step's requests kept. A step cut to nothing has budget 0."""
+    scheduler = attached()
+    scheduler.requests = {"r0": SimpleNamespace(is_finished=lambda: False, num_output_tokens=3)}
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens={"r0": 1},
+        scheduled_spec_decode_tokens={},
+        num_spec_tokens_to_schedule=BUDGET,
+        num_invalid_spec_tokens={},
+    )
+    note_cut(scheduled, cut)  # type: ignore[arg-type]
+    counter = RoundCounter(scheduler, TOP_K)  # type: ignore[arg-type]
+    counter.step(scheduled, SimpleNamespace(req_id_to_index={"r0": 0}))  # type: ignore[arg-type]
+    counts = take_counts(counter.put_counts(None))
+    assert counts is not None and counts.budget == shown
+    kind = RoundKind.BUDGET_0 if cut == 0 else RoundKind.NO_DRAFTS
+    assert counts.rounds[kind] == 1 and sum(counts.rounds) == 1
 
 
 def test_counts_of_another_method_are_left_alone() -> None:

@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 
 from vllm_ddtree import integration
 from vllm_ddtree.budget.tiers import TIERS
+from vllm_ddtree.round.marks import note_cut
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -149,10 +150,11 @@ def attach(engine_core: EngineCore) -> None:
     schedule = spec.num_speculative_tokens_per_batch_size or [(1, 1, spec.budget)]
     budgets = TIERS if spec.auto_budget else sorted({nodes for _, _, nodes in schedule})
     tokens = StepTokens.of(config)
+    nodes: int | None = None
     said = False
 
     def fit() -> None:
-        nonlocal said
+        nonlocal nodes, said
         nodes = fit_step(scheduler, tokens, budgets)
         if nodes is not None and not said:
             said = True
@@ -164,4 +166,6 @@ def attach(engine_core: EngineCore) -> None:
                 nodes,
             )
 
-    integration.follow(scheduler).scheduling.append(fit)
+    steps = integration.follow(scheduler)
+    steps.scheduling.append(fit)
+    steps.scheduled.append(lambda output: note_cut(output, nodes))

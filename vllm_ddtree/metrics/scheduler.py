@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.round.kinds import RoundKind
+from vllm_ddtree.round.marks import cut_to
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,7 +39,8 @@ class RoundCounter:
         self._requests = scheduler.requests
         self._num_spec_tokens = scheduler.num_spec_tokens
         self._top_k = top_k
-        self._budget = scheduler.num_spec_tokens
+        self._drafted = scheduler.num_spec_tokens  # nodes that the step before had to draft
+        self._budget = self._drafted  # for the metric: those, or what a step's trees were cut to
         self._index: dict[str, int] = {}
         # By request, in the order of the index: its kind, and the walk's facts of it.
         self._kinds: list[RoundKind] = []
@@ -52,9 +54,13 @@ class RoundCounter:
         self._index = model_runner_output.req_id_to_index
         lengths = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        drafted = self._budget
+        drafted = self._drafted
+        if (cut := cut_to(scheduler_output)) is not None:
+            drafted = min(drafted, cut)
         if lengths:
-            self._budget = scheduler_output.num_spec_tokens_to_schedule
+            self._drafted = self._budget = scheduler_output.num_spec_tokens_to_schedule
+            if cut is not None:
+                self._budget = min(self._budget, cut)
         facts = getattr(model_runner_output, "ddtree_facts", None)
         if facts is not None:
             kinds = facts.kinds

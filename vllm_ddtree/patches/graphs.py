@@ -25,14 +25,14 @@ def graph_capture(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_model(original: Callable[..., int]) -> Callable[..., int]:
-    """`GPUModelRunner.capture_model`, of a runner that has its model to itself.
+    """`GPUModelRunner.capture_model`.
 
-    With several ranks vLLM's context also registers the buffers of its all-reduce when it ends,
-    graph manager by graph manager: that is left as it is.
+    With several ranks vLLM's context also registers the buffers of its all-reduce when it ends.
+    Here that happens once, for the graphs of all managers. No graph is replayed before.
     """
 
     def wanted(config: VllmConfig) -> bool:
-        return config.parallel_config.world_size == 1 and is_ddtree(config.speculative_config)
+        return is_ddtree(config.speculative_config)
 
     return _scope.capture_model(original, wanted)
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _CHAINS = "ddtree_chains"
+_CUT = "ddtree_cut"
 
 
 def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
@@ -19,3 +20,13 @@ def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
 def asks_for_chains(scheduler_output: SchedulerOutput) -> bool:
     """Whether a step is to verify chains."""
     return getattr(scheduler_output, _CHAINS, False)
+
+
+def note_cut(scheduler_output: SchedulerOutput, nodes: int | None) -> None:
+    """Say to how many nodes a step's trees were cut so that all requests fit; None: not cut."""
+    setattr(scheduler_output, _CUT, nodes)
+
+
+def cut_to(scheduler_output: SchedulerOutput) -> int | None:
+    """To how many nodes a step's trees were cut; None: they were not."""
+    return getattr(scheduler_output, _CUT, None)
