@@ -2,7 +2,7 @@
 """Plain decoding, the DFlash chain and DDTree under load: one command, one machine, same prompts.
 
 usage: python -m benchmarks.serve_load TARGET DRAFTER --engines plain chain-15 tree-31 --out FOLDER
-       python -m benchmarks.serve_load TARGET --server http://localhost:8000 --label NAME --out ...
+       python -m benchmarks.serve_load TARGET --server URL ... --label NAME ... --out FOLDER
        python -m benchmarks.serve_load --merge A/load.json B/load.json --out FOLDER
 
 An engine is `plain`, `chain-K` (method dflash, K draft tokens), `tree-B` (method ddtree, budget B),
@@ -317,18 +317,21 @@ def profiles_of(llm: LLM, prompts: list[list[int]], counts: Sequence[int]) -> li
 
 
 def load_server(args: argparse.Namespace, out: dict[str, Any]) -> None:
-    """Measures a running server into `out`."""
+    """Measures running servers into `out`. They take turns, another one first in each repeat."""
     from benchmarks.server import drive_server
 
     prompts = read_prompts(args)
     model = args.model or args.target
+    servers = list(zip(args.server, args.label, strict=True))
     for repeat, n in itertools.product(range(args.repeats), args.concurrency):
         chosen = prompts[repeat][: num_requests(n, args)]
-        drive_server(args.server, model, chosen[-n:], WARM_UP_TOKENS, n, args.label)
-        run = drive_server(args.server, model, chosen, args.max_tokens, n, args.label)
-        out["runs"].append({**run, "cycle": 0, "repeat": repeat})
-        print_run(run)
-        report.write(out, args.out)
+        first = repeat % len(servers)
+        for url, label in servers[first:] + servers[:first]:
+            drive_server(url, model, chosen[-n:], WARM_UP_TOKENS, n, label)
+            run = drive_server(url, model, chosen, args.max_tokens, n, label)
+            out["runs"].append({**run, "cycle": 0, "repeat": repeat})
+            print_run(run)
+            report.write(out, args.out)
     report.write(out, args.out, plots=True)
 
 
@@ -361,9 +364,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--profile", type=int, nargs="+", default=[], help="profile rounds of so many requests")
     add("--in-process", action="store_true", help="engine core in this process")
     add("--time-limit", type=float, help="start no run after so many seconds")
-    add("--server", help="URL of a running server, instead of engines")
+    add("--server", nargs="+", help="URLs of running servers, instead of engines")
     add("--model", help="the server's name for the target")
-    add("--label", default="server", help="the server's name in the table")
+    add("--label", nargs="+", default=["server"], help="each server's name in the table")
     add("--merge", type=Path, nargs="+", help="load.json files to make one report of")
     add("--out", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -379,6 +382,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 parser.error(f"engine {name} needs DRAFTER")
     if args.profile and max(args.profile) > num_requests(max(args.concurrency), args):
         parser.error("--profile needs as many prompts as a run of the largest --concurrency has")
+    if args.server and len(args.server) != len(args.label):
+        parser.error(f"{len(args.server)} servers need as many names, got {args.label}")
     if args.server and (args.cycles != 1 or args.together):
         parser.error("--cycles and --together are for engines")
     return args

@@ -186,3 +186,40 @@ vllm:iteration_tokens_total_bucket{le="1.0"} 3.0
 vllm:iteration_tokens_total_count{engine="0"} 77.0
 """
     assert read_counters(page) == {"drafts": 42, "accepted": 9, "steps": 77}
+
+
+def test_servers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompts to each, in turns; another one is first in the next repeat."""
+    from benchmarks import serve_load, server
+
+    calls: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def drive_server(
+        url: str, model: str, prompts: Any, max_tokens: int, concurrency: int, name: str
+    ) -> dict[str, Any]:
+        if max_tokens == 5:
+            calls.append((url, name, tuple(prompts[0])))
+        requests = [(5, 0.1, 0.4)] * len(prompts)
+        return report.run_record(name, concurrency, 1.0, requests, drafts=1, accepted=3, steps=2)
+
+    monkeypatch.setattr(server, "drive_server", drive_server)
+    prompts = [[[n, repeat] for n in range(4)] for repeat in range(2)]
+    monkeypatch.setattr(serve_load, "read_prompts", lambda args: prompts)
+    given = "target --server one two --label a b --concurrency 2 --repeats 2 --max-tokens 5"
+    args = serve_load.parse([*given.split(), "--min-requests", "4", "--out", str(tmp_path)])
+    out: dict[str, Any] = {"info": {}, "engines": {}, "runs": []}
+    serve_load.load_server(args, out)
+    assert calls == [
+        ("one", "a", (0, 0)),
+        ("two", "b", (0, 0)),
+        ("two", "b", (0, 1)),
+        ("one", "a", (0, 1)),
+    ]
+    assert [run["engine"] for run in out["runs"]] == ["a", "b", "b", "a"]
+
+
+def test_servers_need_names(tmp_path: Path) -> None:
+    from benchmarks import serve_load
+
+    with pytest.raises(SystemExit):
+        serve_load.parse(["t", "--server", "one", "two", "--label", "a", "--out", str(tmp_path)])
