@@ -22,10 +22,10 @@ def register() -> None:
     """
     try:
         integration.check()
+        presence.when_present(table.configured)
     except integration.SeamError as error:
         logger.warning("vllm-ddtree: %s. Method 'ddtree' is refused.", error)
     try:
         table.install(table.When.REGISTERED)
     except (ImportError, AttributeError) as error:
         logger.error("vllm-ddtree: cannot hook vLLM's EngineArgs (%s); not active.", error)
-    presence.when_present(table.configured)
