@@ -22,15 +22,24 @@ from typing import Any
 from tests.engine.harness import PROMPTS, generate, greedy, open_engine
 
 BUDGETS = (63, 31, 23, 15, 11, 7, 5, 3, 1, 0)
-TOKENS = 40
-ENGINE: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "external_launcher",
+TOKENS = 28
+ONE_RANK: dict[str, Any] = {
     "block_size": 32,
     "max_num_seqs": 4,
     "max_model_len": 160,
     "kv_cache_memory_bytes": 8 << 20,
 }
+ENGINE: dict[str, Any] = {
+    **ONE_RANK,
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "external_launcher",
+}
+
+
+def requests() -> tuple[list[str], list[Any]]:
+    """Prompts and their parameters."""
+    params = [greedy(TOKENS), greedy(TOKENS, temperature=0.8, seed=3), greedy(TOKENS // 2)]
+    return [PROMPTS[0], PROMPTS[3], PROMPTS[5]], params
 
 
 def differ(rank: int) -> None:
@@ -61,31 +70,22 @@ def main(target: str, drafter: str, folder: str) -> None:
     from tests.engine.ranks import record, recorded
 
     rank = int(os.environ["RANK"])
-    budget = os.environ.get("BUDGET", "auto")
     differ(rank)
-    spec: dict[str, Any] | None = {"method": "ddtree", "model": drafter, "budget": budget}
-    if budget != "auto":
-        spec = None if budget == "none" else {**(spec or {}), "budget": int(budget)}
+    spec = {"method": "ddtree", "model": drafter, "budget": "auto"}
     with open_engine(target, spec, **ENGINE) as llm:
-        chosen: list[Any] = []
-        digests: list[str] = []
-        if spec is not None:
-            llm.collective_rpc(record)
-            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-            schedule = scheduler.schedule
+        llm.collective_rpc(record)
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule, chosen = scheduler.schedule, []
 
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                output = schedule(*args, **kwargs)
-                chosen.append(
-                    [output.num_spec_tokens_to_schedule, *output.num_scheduled_tokens.values()]
-                )
-                return output
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            lengths = output.num_scheduled_tokens.values()
+            chosen.append([output.num_spec_tokens_to_schedule, *lengths])
+            return output
 
-            scheduler.schedule = noted
-        params = [greedy(TOKENS), greedy(TOKENS, temperature=0.8, seed=3), greedy(TOKENS // 2)]
-        result = generate(llm, [PROMPTS[0], PROMPTS[3], PROMPTS[5]], params)
-        if spec is not None:
-            digests = llm.collective_rpc(recorded)[0][2]
+        scheduler.schedule = noted
+        result = generate(llm, *requests())
+        digests = llm.collective_rpc(recorded)[0][2]
     found = {"tokens": result.token_ids, "chosen": chosen, "digests": digests}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
