@@ -5,8 +5,8 @@
 #   MODELS  folder with small/ and small-dflash/
 #   OUT     a log for each file, and summary.txt
 #   FILE    test files of this folder; default: all
-# Environment: PYTHON (python3), LIMIT (seconds a file may take, 300), GPUS (default: all),
-# PER_GPU (files that share a GPU, 1). Files that watch the GPU's memory run first and have one to
+# Environment: PYTHON (python3), LIMIT (seconds a file may take, 300), DEVICES (numbers of the GPUs,
+# "0,1" for example; default: all), PER_GPU (files that share a GPU, 1). Files that watch the GPU's memory run first and have one to
 # themselves; test_engine_parallel.py runs last and sees them all. The summary is printed at the end,
 # also of a run that is interrupted.
 set -uo pipefail
@@ -17,8 +17,9 @@ mkdir -p "$out"
 export VLLM_DDTREE_SMALL=$models PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export OUT=$out PYTHON=${PYTHON:-python3} LIMIT=${LIMIT:-300}
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-export GPUS=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
-[ "$GPUS" -ge 1 ] || { echo "no GPU" >&2; exit 2; }
+export DEVICES=${DEVICES:-$(nvidia-smi --list-gpus | awk '{print NR - 1}' | paste -sd,)}
+[ -n "$DEVICES" ] || { echo "no GPU" >&2; exit 2; }
+GPUS=$(tr , '\n' <<< "$DEVICES" | wc -l)
 "$PYTHON" - "$models" << 'CHECK' || exit 2
 import importlib.util, os, sys
 from importlib.metadata import entry_points
@@ -34,9 +35,10 @@ for name in ("small", "small-dflash"):
 CHECK
 [ $# -gt 0 ] || set -- tests/gpu/test_*.py
 
-run_file() {  # FILE [DEVICES]
-    local name status; name=$(basename "$1" .py)
-    CUDA_VISIBLE_DEVICES=${2-$((${SLOT:-0} % GPUS))} timeout --kill-after=10 "$LIMIT" \
+run_file() {  # FILE [DEVICES]; without them, the one of its slot
+    local name status devices; name=$(basename "$1" .py)
+    devices=${2-$(tr , '\n' <<< "$DEVICES" | awk -v slot="${SLOT:-0}" '{d[NR - 1] = $1} END {print d[slot % NR]}')}
+    CUDA_VISIBLE_DEVICES=$devices timeout --kill-after=10 "$LIMIT" \
         "$PYTHON" -m pytest "$1" -v -s --durations=0 > "$OUT/$name.log" 2>&1 &
     echo $! > "$OUT/running/$name"
     wait $!
@@ -87,6 +89,6 @@ done
 [ ${#alone[@]} -eq 0 ] || run_files "$GPUS" "${alone[@]}"
 [ ${#shared[@]} -eq 0 ] || run_files $((GPUS * ${PER_GPU:-1})) "${shared[@]}"
 for file in "${last[@]}"; do
-    run_file "$file" "$(seq -s, 0 $((GPUS - 1)))" || failed=1
+    run_file "$file" "$DEVICES" || failed=1
 done
 exit $failed

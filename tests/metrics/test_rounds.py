@@ -170,9 +170,9 @@ def test_the_budget_of_a_step_that_was_cut(cut: int | None, shown: int) -> None:
         num_spec_tokens_to_schedule=BUDGET,
         num_invalid_spec_tokens={},
     )
-    note_cut(scheduled, cut)  # type: ignore[arg-type]
-    counter = RoundCounter(scheduler, TOP_K)  # type: ignore[arg-type]
-    counter.step(scheduled, SimpleNamespace(req_id_to_index={"r0": 0}))  # type: ignore[arg-type]
+    note_cut(scheduled, cut)
+    counter = RoundCounter(scheduler, TOP_K)
+    counter.step(scheduled, SimpleNamespace(req_id_to_index={"r0": 0}))
     counts = take_counts(counter.put_counts(None))
     assert counts is not None and counts.budget == shown
     kind = RoundKind.BUDGET_0 if cut == 0 else RoundKind.NO_DRAFTS
