@@ -17,8 +17,18 @@ Every replacement calls the original for a configuration that is not DDTree's. v
 imported where they are used, none when this package is.
 """
 
-from vllm_ddtree.integration.attention import plans_ahead, reserve_mla_workspace, target_backend
-from vllm_ddtree.integration.drafter import aux_layers, checkpoint_config, mask_token_id
+from vllm_ddtree.integration.attention import (
+    draft_backend_error,
+    plans_ahead,
+    reserve_mla_workspace,
+    target_backend,
+)
+from vllm_ddtree.integration.drafter import (
+    aux_layers,
+    checkpoint_config,
+    mask_token_id,
+    tokenizer_vocabulary,
+)
 from vllm_ddtree.integration.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.integration.engine_args import hook_engine_args
 from vllm_ddtree.integration.graphs import (
@@ -44,6 +54,7 @@ __all__ = [
     "capture_apart",
     "check",
     "checkpoint_config",
+    "draft_backend_error",
     "dummy_draft",
     "dummy_step",
     "estimates_memory",
@@ -67,5 +78,6 @@ __all__ = [
     "reserve_mla_workspace",
     "stop_with_error",
     "target_backend",
+    "tokenizer_vocabulary",
     "vllm_version",
 ]

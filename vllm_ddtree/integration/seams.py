@@ -108,12 +108,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
         "DFlashSpeculator: _generate_draft _run_model _num_graph_context_tokens capture",
-        "DFlashSpeculator: init_cudagraph_manager propose num_query_per_req",
+        "DFlashSpeculator: init_cudagraph_manager propose num_query_per_req load_draft_model",
         "DFlashSpeculator: query_cudagraph_manager sample_idx_mapping sample_indices",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager: capture",),
     "vllm.v1.worker.gpu.spec_decode.utils": ("get_parallel_drafting_token_id",),
-    "vllm.model_executor.models.qwen3_dflash": ("DFlashQwen3ForCausalLM: compute_logits",),
+    "vllm.model_executor.models.qwen3_dflash": (
+        "dflash_has_any_non_causal",
+        "DFlashQwen3ForCausalLM: compute_logits draft_id_to_target_id lm_head model",
+    ),
+    "vllm.model_executor.models.utils": ("process_eagle_weight: has_own_lm_head",),
     "vllm.model_executor.layers.logits_processor": ("LogitsProcessor: forward",),
     "vllm.model_executor.layers.vocab_parallel_embedding": ("VocabParallelEmbedding",),
     "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils": ("get_eagle3_aux_layers_from_config",),

@@ -40,11 +40,13 @@ def is_ddtree(speculative_config: Any) -> bool:
 
 
 def _make_speculator(vllm_config: Any, device: Any) -> Any:
+    from vllm_ddtree.config.loaded_drafter import check_draft_backend, check_loaded_drafter
     from vllm_ddtree.config.loaded_target import check_target_class
     from vllm_ddtree.proposer.speculator import make_speculator
 
     check_target_class(vllm_config)
-    return make_speculator(vllm_config, device)
+    check_draft_backend(vllm_config)
+    return make_speculator(vllm_config, device, check_loaded_drafter)
 
 
 def _make_model_state(vllm_config: Any, model: Any, encoder_cache: Any, device: Any) -> Any:
