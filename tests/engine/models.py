@@ -83,7 +83,24 @@ def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
     target, drafter = folder / "target", folder / "drafter"
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(target)
 
-    hidden, heads, kv_heads, dim = config.hidden_size, 2, 1, 32
+    random_drafter(drafter, config)
+    return Pair(folder.name, target, drafter, BLOCK_SIZE)
+
+
+def random_drafter(
+    drafter: Path, config: Any, hidden_size: int | None = None, own_tokens: bool = False
+) -> None:
+    """A drafter of random weights for a target of this configuration.
+
+    Args:
+        drafter: the folder to write.
+        config: the target's.
+        hidden_size: the drafter's; None: the target's.
+        own_tokens: whether it has embeddings and a head, and does not take the target's.
+
+    """
+    of_target = config.hidden_size
+    hidden, heads, kv_heads, dim = hidden_size or of_target, 2, 1, 32
     num_layers, aux_layers = config.num_hidden_layers, [0, config.num_hidden_layers - 2]
     drafter.mkdir()
     (drafter / "config.json").write_text(
@@ -105,6 +122,7 @@ def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
                 "tie_word_embeddings": False,
                 "torch_dtype": "float32",
                 "vocab_size": config.vocab_size,
+                "target_hidden_size": of_target,
                 "block_size": BLOCK_SIZE,
                 "num_target_layers": num_layers,
                 "layer_types": ["full_attention"] * DRAFT_LAYERS,
@@ -113,10 +131,12 @@ def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
         )
     )
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, hidden * len(aux_layers)),
+        "fc.weight": (hidden, of_target * len(aux_layers)),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if own_tokens:
+        shapes["embed_tokens.weight"] = shapes["lm_head.weight"] = (config.vocab_size, hidden)
     for layer in range(DRAFT_LAYERS):
         for name, shape in {
             "input_layernorm": (hidden,),
@@ -137,7 +157,6 @@ def random_pair(folder: Path, config: Any, seed: int = 0) -> Pair:
         for name, shape in shapes.items()
     }
     save_file(weights, drafter / "model.safetensors")
-    return Pair(folder.name, target, drafter, BLOCK_SIZE)
 
 
 def qwen3_moe(folder: Path, **sizes: Any) -> Pair:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.config.checkpoints import as_speculators
 from tests.conftest import NANO
-from tests.engine.harness import PROMPTS, Result, ddtree, greedy, run_engine
+from tests.engine import models
+from tests.engine.harness import PROMPTS, Result, ddtree, greedy, open_engine, run_engine
 
 LENGTHS = [14, 12, 10]
 ENGINE: dict[str, Any] = {"max_num_seqs": 3, "block_size": 32, "max_model_len": 256}
@@ -122,3 +123,29 @@ def test_speculators_with_a_smaller_vocabulary(
     result = run(as_speculators(drafter, tmp_path / "speculators", NANO.target))
     assert result.token_ids == plain.token_ids
     assert rounds(result) == rounds(usual) and result.counters == usual.counters
+
+
+def test_fewer_positions_than_the_target(usual: Result, tmp_path: Path) -> None:
+    """A prompt is longer than the drafter's table of rotary angles would be: the same rounds."""
+    result = run(changed(tmp_path, {}, max_position_embeddings=64))
+    assert rounds(result) == rounds(usual) and result.counters == usual.counters
+
+
+@pytest.mark.parametrize("own_tokens", [False, True])
+def test_a_drafter_of_another_size(own_tokens: bool, tmp_path: Path) -> None:
+    """With embeddings and a head of its own it drafts; without, no request has to find it out."""
+    from transformers import AutoConfig
+
+    drafter = tmp_path / "drafter"
+    config = AutoConfig.from_pretrained(NANO.target)
+    models.random_drafter(drafter, config, hidden_size=64, own_tokens=own_tokens)
+    spec = ddtree(NANO._replace(drafter=drafter), 12)
+    if own_tokens:
+        result = run_engine(NANO.target, spec, PROMPTS[:2], greedy(8), **ENGINE)
+        expected = run_engine(NANO.target, None, PROMPTS[:2], greedy(8), **ENGINE)
+        assert result.token_ids == expected.token_ids
+        assert result.counters.num_draft_tokens > 0
+        return
+    start = open_engine(NANO.target, spec, **ENGINE)
+    with pytest.raises(ValueError, match="no embed_tokens of its own"), start:
+        pass

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ddtree import integration
 from vllm_ddtree.config.errors import bad_key
-from vllm_ddtree.config.keys import whole
+from vllm_ddtree.config.keys import is_whole, whole
+from vllm_ddtree.config.pair import check_pair, warn_of_pair
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -19,11 +20,13 @@ OTHER_DRAFTERS = ("DFlash2", "LiLiCorr", "XPress")
 
 
 def check_format(model: str, revision: str | None) -> None:
-    """Raise ValueError for a drafter of the speculators library that is not DFlash."""
-    kind = integration.checkpoint_config(model, revision).get("speculators_model_type", "dflash")
-    if kind != "dflash":
-        what = f"{model}/config.json has speculators_model_type={kind!r}"
-        raise bad_key("model", model, f"give a plain DFlash drafter ({what})")
+    """Raise ValueError for a drafter of the speculators library that is not plain DFlash."""
+    checkpoint = integration.checkpoint_config(model, revision)
+    for key in ("speculators_model_type", "projector_type"):
+        kind = checkpoint.get(key, "dflash")
+        if kind != "dflash":
+            what = f"{model}/config.json has {key}={kind!r}"
+            raise bad_key("model", model, f"give a plain DFlash drafter ({what})")
 
 
 def draft_block_size(draft: ModelConfig) -> int | None:
@@ -77,7 +80,10 @@ def check_drafter(spec: SpeculativeConfig, asked_tokens: Any = None) -> int:
     block_size = draft_block_size(draft)
     if block_size is None and asked_tokens is not None:
         block_size = whole("num_speculative_tokens", asked_tokens, 1, MAX_BLOCK_SIZE - 1) + 1
-    layers = integration.aux_layers(spec)
+    try:
+        layers = integration.aux_layers(spec)
+    except TypeError:
+        raise refuse("its target_layer_ids are not whole numbers") from None
     missing = [
         what
         for what, there in (
@@ -92,12 +98,8 @@ def check_drafter(spec: SpeculativeConfig, asked_tokens: Any = None) -> int:
             f"give a DFlash drafter ({draft.model}/config.json has no {', '.join(missing)})"
         )
     assert block_size is not None and layers is not None
-    if not 2 <= block_size <= MAX_BLOCK_SIZE:
-        raise refuse(f"its block_size {block_size} is outside 2 to {MAX_BLOCK_SIZE}")
-    num_layers = spec.target_model_config.get_total_num_hidden_layers()
-    if max(layers) > num_layers:
-        raise refuse(
-            f"it reads target layer {max(layers)}, but the target has {num_layers} layers: "
-            "give the drafter trained for this target"
-        )
+    if not is_whole(block_size) or not 2 <= block_size <= MAX_BLOCK_SIZE:
+        raise refuse(f"its block_size {block_size!r} is outside 2 to {MAX_BLOCK_SIZE}")
+    check_pair(spec, layers)
+    warn_of_pair(spec, layers)
     return block_size

@@ -152,13 +152,14 @@ def check_keys(keys: dict[str, Any]) -> None:
             )
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def whole(key: str, value: Any, low: int, high: int, also: str = "") -> int:
     """The value, a whole number from low to high; `also` ends the error."""
-    if not _is_whole(value) or not low <= value <= high:
+    if not is_whole(value) or not low <= value <= high:
         raise bad_key(key, value, f"give a whole number from {low} to {high}{also}")
     return value
 
@@ -192,7 +193,7 @@ def _schedule(value: Any) -> list[tuple[int, int, int]] | None:
         if (
             not isinstance(entry, (list, tuple))
             or len(entry) != 3
-            or not all(_is_whole(each) for each in entry)
+            or not all(is_whole(each) for each in entry)
         ):
             raise refuse(entry, "is not three whole numbers")
         first, last, budget = entry

@@ -19,6 +19,7 @@ from vllm_ddtree import presence
 from vllm_ddtree.config.drafter import check_drafter, check_format
 from vllm_ddtree.config.errors import refused_by_vllm
 from vllm_ddtree.config.keys import DEFAULT_TOP_K, MAX_BUDGET, MAX_TOP_K, parse
+from vllm_ddtree.config.pair import draft_vocab_size, set_draft_positions
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -105,8 +106,9 @@ def make_config(
         check_format(keys.model, keys.for_vllm.get("revision"))
         raise refused_by_vllm(error, keys.for_vllm) from error
     built.block_size = check_drafter(built, keys.num_speculative_tokens)
+    set_draft_positions(built)
     built.depth_limit = keys.depth_limit(built.block_size)
     # A node is among the budget best only if its rank is below the budget.
-    built.top_k = min(keys.top_k, keys.budget, built.draft_model_config.get_vocab_size())
+    built.top_k = min(keys.top_k, keys.budget, draft_vocab_size(built.draft_model_config.hf_config))
     presence.announce()
     return built

@@ -12,8 +12,18 @@ It imports nothing of the other packages. vLLM's modules are imported where they
 this package is.
 """
 
-from vllm_ddtree.integration.attention import plans_ahead, reserve_mla_workspace, target_backend
-from vllm_ddtree.integration.drafter import aux_layers, checkpoint_config, mask_token_id
+from vllm_ddtree.integration.attention import (
+    draft_backend_error,
+    plans_ahead,
+    reserve_mla_workspace,
+    target_backend,
+)
+from vllm_ddtree.integration.drafter import (
+    aux_layers,
+    checkpoint_config,
+    mask_token_id,
+    tokenizer_vocabulary,
+)
 from vllm_ddtree.integration.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
@@ -33,6 +43,7 @@ __all__ = [
     "capture_apart",
     "check",
     "checkpoint_config",
+    "draft_backend_error",
     "dummy_draft",
     "dummy_step",
     "estimates_memory",
@@ -54,5 +65,6 @@ __all__ = [
     "steps_of",
     "stop_with_error",
     "target_backend",
+    "tokenizer_vocabulary",
     "vllm_version",
 ]

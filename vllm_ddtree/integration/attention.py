@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +53,34 @@ def target_backend(vllm_config: Any, asked: str | None) -> str | None:
     finally:
         attention.backend = before
     return backend.get_name()
+
+
+def draft_backend_error(vllm_config: Any, head_size: int, non_causal: bool) -> str | None:
+    """Why vLLM has no attention backend for a drafter, as it asks for it; None: it has one.
+
+    As in v1/worker/gpu/spec_decode/dflash/utils.py, `load_dflash_model`.
+    """
+    from vllm.config import replace
+    from vllm.config.vllm import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    spec = vllm_config.speculative_config
+    view = copy.copy(vllm_config)
+    view.attention_config = replace(
+        vllm_config.attention_config, use_non_causal=non_causal, backend=spec.attention_backend
+    )
+    try:
+        with set_current_vllm_config(view):
+            backend: Any = get_attn_backend(
+                head_size,
+                vllm_config.model_config.dtype,
+                spec.kv_cache_dtype or vllm_config.cache_config.cache_dtype,
+            )
+    except ValueError as error:
+        return " ".join(str(error).split())
+    if backend.supports_head_size(head_size):
+        return None
+    return f"{backend.get_name()} takes {backend.get_supported_head_sizes()}"
 
 
 def plans_ahead(builder: type) -> bool:

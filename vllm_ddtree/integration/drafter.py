@@ -23,12 +23,28 @@ def mask_token_id(hf_config: Any) -> int | None:
         return None
 
 
+def _read(model: str, name: str, revision: str | None) -> bytes | None:
+    """A checkpoint's file as it stands on this machine, None if it is not here."""
+    from vllm.transformers_utils.repo_utils import try_get_local_file
+
+    path = try_get_local_file(model, name, revision)
+    return path.read_bytes() if isinstance(path, Path) else None
+
+
 def checkpoint_config(model: str, revision: str | None) -> dict[str, Any]:
     """A checkpoint's config.json as it stands on this machine, empty if it is not here.
 
     vLLM's own reading leaves out keys that it does not know (transformers_utils/configs/).
     """
-    from vllm.transformers_utils.repo_utils import try_get_local_file
+    return json.loads(_read(model, "config.json", revision) or b"{}")
 
-    path = try_get_local_file(model, "config.json", revision)
-    return json.loads(path.read_text()) if isinstance(path, Path) else {}
+
+def tokenizer_vocabulary(model: str | None, revision: str | None) -> Any:
+    """The vocabulary in a checkpoint's tokenizer.json, added tokens aside.
+
+    Returns:
+        Tokens and their ids, as the file has them; None if it is not on this machine.
+
+    """
+    data = _read(model, "tokenizer.json", revision) if model else None
+    return None if data is None else json.loads(data).get("model", {}).get("vocab")

@@ -209,6 +209,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "num_speculative_tokens, ...)",
         "DFlashSpeculator: _speculator_name num_query_per_req query_cudagraph_manager",
         "DFlashSpeculator: sample_idx_mapping sample_indices",
+        "DFlashSpeculator: load_draft_model(target_model, target_attn_layer_names)",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager: capture",),
     "vllm.v1.worker.gpu.spec_decode.utils": ("get_parallel_drafting_token_id(hf_config)",),
@@ -219,8 +220,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.models.interfaces": ("supports_eagle3(model)",),
     "vllm.model_executor.models.qwen3_dflash": (
         "DFlashQwen3ForCausalLM: compute_logits(hidden_states) lm_head logits_processor",
-        "DFlashQwen3ForCausalLM: draft_id_to_target_id",
+        "DFlashQwen3ForCausalLM: draft_id_to_target_id model",
+        "dflash_has_any_non_causal",
     ),
+    "vllm.model_executor.models.utils": ("process_eagle_weight: has_own_lm_head",),
     "vllm.model_executor.layers.logits_processor": (
         "LogitsProcessor: forward(lm_head, hidden_states, *, skip_gather) org_vocab_size",
     ),

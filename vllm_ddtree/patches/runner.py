@@ -20,11 +20,13 @@ def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def init(vllm_config: VllmConfig, device: torch.device, req_states: Any) -> Any:
         if is_ddtree(vllm_config.speculative_config):
+            from vllm_ddtree.config.loaded_drafter import check_draft_backend, check_loaded_drafter
             from vllm_ddtree.config.loaded_target import check_target_class
             from vllm_ddtree.proposer.speculator import make_speculator
 
             check_target_class(vllm_config)
-            return make_speculator(vllm_config, device)
+            check_draft_backend(vllm_config)
+            return make_speculator(vllm_config, device, check_loaded_drafter)
         return original(vllm_config, device, req_states)
 
     return init

@@ -16,7 +16,7 @@ context; `_generate_draft`, which is captured in a CUDA graph, drafts and builds
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,21 @@ the trees of such drafts have all the nodes by which larger budgets are estimate
 """
 
 
-def make_speculator(vllm_config: VllmConfig, device: torch.device) -> DDTreeSpeculator:
-    """The speculator of a runner, before any weight is loaded."""
-    return DDTreeSpeculator(vllm_config, device, runtime.create(vllm_config, device))
+def make_speculator(
+    vllm_config: VllmConfig,
+    device: torch.device,
+    check_loaded: Callable[[VllmConfig, torch.nn.Module], None],
+) -> DDTreeSpeculator:
+    """The speculator of a runner, before any weight is loaded.
+
+    Args:
+        vllm_config: the runner's.
+        device: the runner's.
+        check_loaded: (VllmConfig, drafter) -> None; raises for a loaded drafter that cannot draft.
+
+    """
+    rt = runtime.create(vllm_config, device)
+    return DDTreeSpeculator(vllm_config, device, rt, check_loaded)
 
 
 def _draft_view(vllm_config: VllmConfig) -> VllmConfig:
@@ -76,8 +88,15 @@ class DDTreeSpeculator(DFlashSpeculator):
     _speculator_name = "DDTree"
     query_cudagraph_manager: DraftGraphManager
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, rt: runtime.Runtime) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        rt: runtime.Runtime,
+        check_loaded: Callable[[VllmConfig, torch.nn.Module], None],
+    ) -> None:
         self.runtime = rt
+        self._check_loaded = check_loaded
         spec = vllm_config.speculative_config
         self._schedule = spec.num_speculative_tokens_per_batch_size
         budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
@@ -101,6 +120,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.head: Head | None = None
         """Made by the first (profiling) run: not while weights load, or it would sleep with them.
         """
+
+    def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
+        """vLLM's drafter, checked."""
+        model = super().load_draft_model(target_model, target_attn_layer_names)
+        self._check_loaded(self.vllm_config, model)
+        return model
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         """Context rows in a draft's graph: those of a path, whatever the budget."""
