@@ -35,7 +35,7 @@ def fetch(version: str, folder: Path, modules: list[str]) -> None:
     options, _ = command.parse_args([f"vllm=={version}"])
     session = command._build_session(options)  # type: ignore[attr-defined]
     with LazyZipOverHTTP(wheel_url(version), session, chunk_size=CHUNK) as lazy:
-        wheel = zipfile.ZipFile(lazy)  # type: ignore[arg-type]
+        wheel = zipfile.ZipFile(lazy)
         for info in sorted(wheel.infolist(), key=lambda info: info.header_offset):
             if info.filename in wanted:
                 target = folder / info.filename

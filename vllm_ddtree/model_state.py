@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from vllm_ddtree import invariants
 from vllm_ddtree.attention.install import draft_layers, install_tree_attention, target_layers
 from vllm_ddtree.commit.target import TargetCaches
 from vllm_ddtree.config.loaded_target import check_loaded_target
 from vllm_ddtree.invariants.checks import Checks
+from vllm_ddtree.invariants.stop import enabled_on_all_ranks
 from vllm_ddtree.round import runtime
 from vllm_ddtree.round.kinds import step_kinds
 from vllm_ddtree.round.layout import Layout
@@ -97,7 +97,7 @@ class DDTreeModelState(DefaultModelState):
         self._chain_requests = ChainRequests(vllm_config.scheduler_config.max_num_seqs)
         self._mixed_tree_tokens = mixed_tree_tokens(vllm_config)
         self._draft_names: frozenset[str] = frozenset()
-        self._checks = Checks() if invariants.enabled() else None
+        self._checks = Checks() if enabled_on_all_ranks() else None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables

@@ -36,7 +36,7 @@ def test_cases_are_a_round(budget: int, batch: int, device: str) -> None:
     assert tail["rows"].prefix_lens.tolist() == [SIZES.context] * batch
     assert torch.isfinite(tail["out"]).all()
     # The target's choice at each row is a child's token: the walk ends at a leaf.
-    assert (walk["num_sampled"] >= 2).all()
+    assert (walk["emitted"].num_sampled >= 2).all()
 
     cases["compact same"]()
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))

@@ -70,7 +70,7 @@ def test_useless_drafts_stop() -> None:
     assert auto[1] > 0
     nothing = Rounds(64, [1.0] + [0.3] * 63, [1.0] + [0.0] * 63)
     auto.acceptance.update(nothing.verify(63, 3000))
-    auto.refresh()
+    auto.refresh(0.0)
     assert auto[1] == 0 and auto[128] == 0
 
 
@@ -79,7 +79,7 @@ def test_good_drafts_raise_the_budget() -> None:
     before = auto[16]
     flat = [1.0] + [0.6] * 63  # every further node is worth as much
     auto.acceptance.update(Rounds(64, flat, flat).verify(7, 3000))
-    auto.refresh()
+    auto.refresh(0.0)
     assert auto[16] > before
 
 
@@ -89,10 +89,10 @@ def test_small_differences_do_not_switch() -> None:
     first = auto[1]
     other = {63: 31, 31: 63}[first]
     auto.costs.rounds[other + 1, 1] *= 0.99
-    auto.refresh()
+    auto.refresh(0.0)
     assert auto[1] == first
     auto.costs.rounds[other + 1, 1] *= 0.9
-    auto.refresh()
+    auto.refresh(0.0)
     assert auto[1] == other
 
 
@@ -121,7 +121,7 @@ def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
     def serve(context_ms: float, tokens_31: float, tokens_15: float) -> int:
         for step in range(3000):
             if step % READ_EVERY == 0:
-                auto.refresh()
+                auto.refresh(0.0)
                 auto._tokens = dict.fromkeys(auto._tokens, 1.0)
                 auto._tokens |= {Choice(31, False): tokens_31, Choice(15, False): tokens_15}
             budget = auto[32]
@@ -142,7 +142,7 @@ def test_a_chain_where_it_is_faster() -> None:
     sure = [1.0] * 16 + [0.0] * 48
     rounds = Rounds(64, sure, sure, chain_share=1.0)
     auto.acceptance.update(rounds.verify(63, 3000))
-    auto.refresh()
+    auto.refresh(0.0)
     assert auto.choice(1) == (15, True) and auto[1] == 15
     assert auto.ranges()[0] == (1, 8, "chain of 15")
     # A drafter whose best token is right half the time: trees, however cheap the chain.
@@ -150,7 +150,7 @@ def test_a_chain_where_it_is_faster() -> None:
     rounds = Rounds(64, unsure, unsure, chain_share=0.2)
     auto.acceptance = Acceptance(15)
     auto.acceptance.update(rounds.verify(63, 3000))
-    auto.refresh()
+    auto.refresh(0.0)
     assert not any(auto.choice(n)[1] for n in range(1, 9))
 
 
@@ -177,12 +177,12 @@ def test_drafting_is_tried_again() -> None:
     auto = AutoBudget(costs, max_num_seqs=128)
     counts = Rounds(64, [1.0] + [0.3] * 63, [1.0] + [0.0] * 63).verify(63, 3000)
     auto.acceptance.update(counts)
-    auto.refresh()
+    auto.refresh(0.0)
     assert auto[1] == 0
     looks = 0
     while auto[1] == 0 and looks < 400:  # no tree is built: the counts stay
         auto.acceptance.update(counts)
-        auto.refresh()
+        auto.refresh(0.0)
         looks += 1
     assert auto[1] > 0 and looks > 20
 
@@ -331,8 +331,10 @@ def test_attach_passes_outputs_on() -> None:
         scheduler=scheduler,
         model_executor=Executor([]),
         vllm_config=SimpleNamespace(
-            scheduler_config=SimpleNamespace(max_num_seqs=4),
-            speculative_config=SimpleNamespace(max_depth=15),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=4, max_num_scheduled_tokens=512, max_num_batched_tokens=512
+            ),
+            speculative_config=SimpleNamespace(max_depth=15, max_num_new_slots_for_drafting=0),
         ),
     )
     observer = attach(core, machine(knee=160))

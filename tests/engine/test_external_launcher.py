@@ -8,10 +8,14 @@ the tokens of plain decoding.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,23 @@ import pytest
 from tests.conftest import NANO
 
 
+@contextmanager
+def shared_memory() -> Iterator[None]:
+    """vLLM's CPU ranks meet in shared memory, which has one name for all that torchrun starts."""
+    with Path(tempfile.gettempdir(), "ddtree-torchrun.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):
+            left.unlink()  # of a run that was killed
+        yield
+
+
 def launch(folder: Path, budget: str) -> list[dict[str, Any]]:
     """What the two ranks wrote."""
+    with shared_memory():
+        return _launch(folder, budget)
+
+
+def _launch(folder: Path, budget: str) -> list[dict[str, Any]]:
     root = Path(__file__).resolve().parents[2]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

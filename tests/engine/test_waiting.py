@@ -99,7 +99,7 @@ def test_a_prefill_goes_on_beside_wide_trees(nano_pair: Pair) -> None:
     """Three requests decode with 20 nodes each, which fill a step of 64 tokens; a prompt of 150
     tokens comes. It waits no longer than the trees let it."""
     long = list(range(300, 450))
-    prompts = [*PROMPTS[:3], long]
+    prompts: list[str | list[int]] = [*PROMPTS[:3], long]
     params = [greedy(40), greedy(40), greedy(40), greedy(2)]
     engine = {**FEW, "max_num_batched_tokens": 85, "max_model_len": 192}
     results = []

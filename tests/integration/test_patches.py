@@ -211,7 +211,7 @@ def test_what_others_put_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_target_that_is_not_there_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = [
+    absent: list[tuple[str, type[Exception]]] = [
         ("vllm.no_such_module:name", ImportError),
         ("vllm.engine.arg_utils:NoClass.name", AttributeError),
         ("vllm.engine.arg_utils:EngineArgs.no_name", AttributeError),

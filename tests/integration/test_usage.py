@@ -138,7 +138,9 @@ def unlisted_private_names(tree: ast.AST) -> Iterator[str]:
         match node:
             case ast.Attribute(attr=name):
                 pass
-            case ast.Call(ast.Name("getattr" | "hasattr" | "setattr"), [_, ast.Constant(name), *_]):
+            case ast.Call(
+                ast.Name("getattr" | "hasattr" | "setattr"), [_, ast.Constant(str(name)), *_]
+            ):
                 pass
             case _:
                 continue

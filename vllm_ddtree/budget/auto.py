@@ -7,6 +7,7 @@ measured time (`cost.py`). Both follow what the server's own requests show.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from concurrent.futures import Future
@@ -16,7 +17,9 @@ from vllm.logger import init_logger
 
 from vllm_ddtree import integration
 from vllm_ddtree.budget.acceptance import Acceptance
+from vllm_ddtree.budget.agree import Agree, agreement
 from vllm_ddtree.budget.cost import Costs
+from vllm_ddtree.budget.fit import StepTokens
 from vllm_ddtree.budget.tiers import TIERS, chain_budget
 from vllm_ddtree.round.marks import ask_for_chains, asks_for_chains
 from vllm_ddtree.round.meter import Reading, read_meter
@@ -57,20 +60,34 @@ class AutoBudget:
         costs: measured rounds.
         max_num_seqs: most running requests.
         max_depth: deepest node of a tree.
+        tokens: of a step, which must have rows for all running requests; None: no limit.
+        agree: how several schedulers choose alike; None: there is one.
 
     """
 
-    def __init__(self, costs: Costs, max_num_seqs: int, max_depth: int = 255) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        max_num_seqs: int,
+        max_depth: int = 255,
+        tokens: StepTokens | None = None,
+        agree: Agree | None = None,
+    ) -> None:
         self.costs = costs
         self.acceptance = Acceptance(max_depth)
         self._size = max_num_seqs + 1
+        self._step_tokens = tokens
+        self._agree = agree
         self._choices: list[Choice] = [Choice(budget, False) for budget in TIERS]
         if (chain := chain_budget(max_depth)) is not None:
             self._choices.append(Choice(chain, True))
         self._chosen: dict[int, Choice] = {}
         self._fresh: set[int] = set()
+        # What choices follow: tokens a round, and costs. With several schedulers these are the
+        # first rank's, as they were at the last refresh; else they are the live ones.
         self._tokens: dict[Choice, float] = {}
-        self.refresh()
+        self._costs = costs
+        self.refresh(0.0)
 
     def __len__(self) -> int:
         return self._size
@@ -85,23 +102,38 @@ class AutoBudget:
             self._fresh.add(num_reqs)
         return self._chosen[num_reqs]
 
-    def refresh(self) -> None:
-        """Choose anew for every number of running requests, each when it is asked for."""
+    def refresh(self, now: float) -> float:
+        """Choose anew for every number of running requests, each when it is asked for.
+
+        Args:
+            now: this rank's time in seconds.
+
+        Returns:
+            The time that all ranks take for now.
+
+        """
         self._tokens = {each: 1 + self.acceptance.expected(*each) for each in self._choices}
+        if self._agree is not None:
+            # A copy: the first rank's live costs go on from here, its choices must not.
+            seen = self._tokens, copy.deepcopy(self.costs), now
+            self._tokens, self._costs, now = self._agree(seen)
         self._fresh.clear()
+        return now
 
     def _best(self, num_reqs: int) -> Choice:
         """Most expected tokens a millisecond; what was chosen before, if that is as good."""
         if num_reqs == 0:
             return Choice(0, False)
         rates = {}
+        most = self._step_tokens.largest(num_reqs) if self._step_tokens else max(TIERS)
         for choice in self._choices:
-            ms = self.costs.round_ms(choice.nodes, num_reqs, choice.chain)
-            if ms is not None:
+            ms = self._costs.round_ms(choice.nodes, num_reqs, choice.chain)
+            if ms is not None and choice.nodes <= most:
                 rates[choice] = self._tokens[choice] / ms
         if not rates:
             # No graph holds so many requests: the largest batch with one is the guide.
-            return self.choice(max(n for _, n in self.costs.rounds))
+            guide = self.choice(max(n for _, n in self._costs.rounds))
+            return guide if guide.nodes <= most else Choice(0, False)
         best = max(rates, key=lambda choice: rates[choice])
         present = self._chosen.get(num_reqs)
         if present in rates and rates[best] < MARGIN * rates[present]:
@@ -163,8 +195,7 @@ class Watch:
             # All ranks hold the same trees.
             self.auto.acceptance.update(self._answer.result()[0])
             self._answer = None
-            self.auto.refresh()
-            self._say(now)
+            self._say(self.auto.refresh(now))
 
     def _say(self, now: float) -> None:
         """The schedule in the log, when it has changed, at most once a minute."""
@@ -194,7 +225,7 @@ def attach(engine_core: EngineCore, costs: Costs) -> integration.Observer | None
 
     Args:
         engine_core: vLLM's EngineCore, ready to serve.
-        costs: measured by the first rank's worker.
+        costs: measured by this scheduler's first worker.
 
     Returns:
         An observer by which the choice follows the steps; None without graphs.
@@ -208,7 +239,13 @@ def attach(engine_core: EngineCore, costs: Costs) -> integration.Observer | None
             spec.num_speculative_tokens_per_batch_size,
         )
         return None
-    auto = AutoBudget(costs, config.scheduler_config.max_num_seqs, spec.max_depth)
+    auto = AutoBudget(
+        costs,
+        config.scheduler_config.max_num_seqs,
+        spec.max_depth,
+        StepTokens.of(config),
+        agreement(engine_core.model_executor),
+    )
     watch = Watch(auto, engine_core.model_executor)
     integration.follow(scheduler).scheduled.append(watch.scheduled)
     scheduler.dynamic_sd_lookup = auto

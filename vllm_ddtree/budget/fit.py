@@ -15,10 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_ddtree import integration
+from vllm_ddtree.budget.tiers import TIERS
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+logger = init_logger("vllm.ddtree")
 
 Range = tuple[int, int, int]
 """(first request, last request, nodes)"""
@@ -36,7 +45,7 @@ class StepTokens:
     """Tokens of the buffers that the scheduler keeps free for each request's draft."""
 
     @classmethod
-    def of(cls, vllm_config: Any) -> StepTokens:
+    def of(cls, vllm_config: VllmConfig) -> StepTokens:
         """Those of an engine's configuration (v1/core/sched/scheduler.py, `schedule`)."""
         scheduler = vllm_config.scheduler_config
         batched = scheduler.max_num_batched_tokens
@@ -131,3 +140,28 @@ def fit_step(scheduler: Scheduler, tokens: StepTokens, budgets: Iterable[int]) -
     for request in drafting:
         request.spec_token_ids = request.spec_token_ids[:nodes]
     return nodes
+
+
+def attach(engine_core: EngineCore) -> None:
+    """Let every step of an engine's scheduler begin with `fit_step`. The first cut is logged."""
+    scheduler, config = engine_core.scheduler, engine_core.vllm_config
+    spec = config.speculative_config
+    schedule = spec.num_speculative_tokens_per_batch_size or [(1, 1, spec.budget)]
+    budgets = TIERS if spec.auto_budget else sorted({nodes for _, _, nodes in schedule})
+    tokens = StepTokens.of(config)
+    said = False
+
+    def fit() -> None:
+        nonlocal said
+        nodes = fit_step(scheduler, tokens, budgets)
+        if nodes is not None and not said:
+            said = True
+            logger.info(
+                "ddtree: a step of %d tokens does not hold the trees of all %d running requests; "
+                "they are cut to %d nodes (said once; a larger --max-num-batched-tokens avoids it)",
+                tokens.scheduled,
+                len(scheduler.running),
+                nodes,
+            )
+
+    integration.follow(scheduler).scheduling.append(fit)

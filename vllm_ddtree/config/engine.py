@@ -18,7 +18,11 @@ from vllm_ddtree.config.errors import bad_flag
 from vllm_ddtree.config.graphs import set_capture_sizes
 from vllm_ddtree.config.speculative import DDTreeConfig
 from vllm_ddtree.config.target import check_target
-from vllm_ddtree.config.token_budget import check_token_budget, set_active_requests
+from vllm_ddtree.config.token_budget import (
+    check_token_budget,
+    set_active_requests,
+    set_fitting_schedule,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +58,7 @@ def finish_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> No
     check_token_budget(vllm_config)
     set_attention_backend(vllm_config, backend)
     set_active_requests(engine_args, vllm_config)
+    set_fitting_schedule(vllm_config)
     set_capture_sizes(engine_args, vllm_config)
 
 

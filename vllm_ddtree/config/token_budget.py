@@ -5,11 +5,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
+from vllm_ddtree.budget.fit import StepTokens, fit_schedule
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_ddtree.config.speculative import DDTreeConfig
+
+logger = init_logger("vllm.ddtree")
 
 
 def check_token_budget(vllm_config: VllmConfig) -> None:
@@ -62,6 +68,31 @@ def set_active_requests(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
     if _limits_active(vllm_config):
         asked = engine_args.max_num_active_seqs or scheduler.max_num_seqs
         scheduler.max_num_active_seqs = min(asked, _most_drafts(vllm_config))
+
+
+def set_fitting_schedule(vllm_config: VllmConfig) -> None:
+    """Let budgets shrink where the trees of all running requests would not fit a step.
+
+    A budget that always fits, and a schedule whose budgets do, stay as they are.
+
+    Args:
+        vllm_config: changed: a fixed budget that does not always fit becomes a schedule.
+
+    """
+    spec: DDTreeConfig = vllm_config.speculative_config
+    tokens, limit = StepTokens.of(vllm_config), vllm_config.scheduler_config.max_num_seqs
+    given = spec.num_speculative_tokens_per_batch_size or [(1, limit, spec.budget)]
+    fitted = fit_schedule(given, tokens, limit)
+    if fitted == list(given):
+        return
+    spec.num_speculative_tokens_per_batch_size = fitted
+    if not spec.auto_budget:
+        logger.info(
+            "ddtree: a step has %d tokens; so that all running requests fit, the budget is %s "
+            "(first, last request, nodes)",
+            tokens.scheduled,
+            fitted,
+        )
 
 
 def _limits_active(vllm_config: VllmConfig) -> bool:

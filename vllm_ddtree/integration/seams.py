@@ -35,7 +35,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "get_tensor_model_parallel_rank()",
         "get_tensor_model_parallel_world_size()",
         "get_tp_group()",
-        "GroupCoordinator: world_size cpu_group",
+        "GroupCoordinator: world_size cpu_group broadcast_object(obj, src)",
     ),
     "vllm.utils.torch_utils": ("canonicalize_singleton_dim_strides(t)",),
     # Configuration.
@@ -66,6 +66,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.engine.core": (
         "EngineCore: __init__(vllm_config, ...) scheduler model_executor vllm_config",
     ),
+    "vllm.v1.executor.uniproc_executor": ("ExecutorWithExternalLauncher",),
     "vllm.v1.executor.abstract": ("Executor: collective_rpc(method, *, non_block)",),
     "vllm.v1.core.sched.scheduler": (
         "Scheduler: schedule(...) update_from_output(scheduler_output, model_runner_output)",
@@ -73,7 +74,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "Scheduler: make_stats(spec_decoding_stats, ...)",
         "Scheduler: finish_requests(request_ids, finished_status)",
         "Scheduler: dynamic_sd_lookup kv_cache_manager log_stats num_spec_tokens",
-        "Scheduler: requests spec_decode_metrics_level",
+        "Scheduler: requests spec_decode_metrics_level running waiting max_num_running_reqs",
     ),
     "vllm.v1.core.sched.output": (
         "SchedulerOutput: make_empty() num_scheduled_tokens total_num_scheduled_tokens",
@@ -87,7 +88,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.request": (
         "RequestStatus: FINISHED_ERROR",
         "Request: get_finished_reason() take_events() trace_headers client_index",
-        "Request: num_output_tokens is_finished() request_id",
+        "Request: num_output_tokens is_finished() request_id spec_token_ids",
     ),
     "vllm.v1.engine": (
         "EngineCoreOutput: request_id new_token_ids finish_reason stop_reason events trace_headers",

@@ -16,6 +16,8 @@ _ATTRIBUTE = "ddtree_steps"
 class Steps:
     """Those who follow a scheduler's steps, each list in the order of the calls."""
 
+    scheduling: list[Callable[[], None]] = field(default_factory=list)
+    """Before the scheduler chooses what a step runs."""
     scheduled: list[Callable[[Any], None]] = field(default_factory=list)
     """(SchedulerOutput) of a step that is about to run."""
     observers: list[Observer] = field(default_factory=list)

@@ -15,7 +15,7 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_ddtree import integration
+from vllm_ddtree import integration, invariants
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,14 +30,37 @@ Broken = dict[str, str]
 _ATTRIBUTE = "ddtree_broken"
 
 
-def of_all_ranks(broken: Broken) -> Broken:
-    """What any rank found; only the first rank answers the scheduler."""
+def _gather(value: Any) -> list[Any]:
+    """What every rank gives, by rank. All ranks must call it at the same time."""
     group = get_tp_group()
     if group.world_size == 1:
-        return broken
-    found: list[Broken] = [{}] * group.world_size
-    torch.distributed.all_gather_object(found, broken, group=group.cpu_group)
-    return {name: message for part in reversed(found) for name, message in part.items()}
+        return [value]
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found
+
+
+def enabled_on_all_ranks() -> bool:
+    """`invariants.enabled`, on which the ranks agree. Called once, while an engine starts.
+
+    Raises:
+        ValueError: some ranks' environments ask for the checks and others do not. They would wait
+            for each other in the first step.
+
+    """
+    ranks = _gather(invariants.enabled())
+    if len(set(ranks)) > 1:
+        without = [rank for rank, enabled in enumerate(ranks) if not enabled]
+        raise ValueError(
+            f"VLLM_DDTREE_CHECK=1 is not set for ranks {without}: set it for all ranks, or for none"
+        )
+    return ranks[0]
+
+
+def of_all_ranks(broken: Broken) -> Broken:
+    """What any rank found; only the first rank answers the scheduler."""
+    parts: list[Broken] = _gather(broken)
+    return {name: message for part in reversed(parts) for name, message in part.items()}
 
 
 def put(model_state: Any, output: Any) -> None:

@@ -19,10 +19,13 @@ def schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Scheduler.schedule`."""
 
     def schedule_step(self: Scheduler, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if (steps := integration.steps_of(self)) is None:
+            return original(self, *args, **kwargs)
+        for prepare in steps.scheduling:
+            prepare()
         output = original(self, *args, **kwargs)
-        if (steps := integration.steps_of(self)) is not None:
-            for see in steps.scheduled:
-                see(output)
+        for see in steps.scheduled:
+            see(output)
         return output
 
     return schedule_step

@@ -100,7 +100,7 @@ PATCHES = (
         f"{_SCHEDULER}:Scheduler.schedule",
         f"{_OURS}.scheduler:schedule",
         When.CONFIGURED,
-        "The auto budget marks a step to verify trees or chains.",
+        "Drafts are cut to fit the step; the auto budget marks it to verify trees or chains.",
     ),
     Patch(
         f"{_SCHEDULER}:Scheduler.update_from_output",

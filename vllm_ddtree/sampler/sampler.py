@@ -129,7 +129,9 @@ class TreeRejectionSampler(RejectionSampler):
         emitted = Emitted.empty(batch.num_reqs, runtime.max_depth, logits.device)
         logprobs_dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
         logprobs = [
-            self._verify_requests(logits, batch, _Chunk.of(batch, *requests), drafts, emitted, logprobs_dims)
+            self._verify_requests(
+                logits, batch, _Chunk.of(batch, *requests), drafts, emitted, logprobs_dims
+            )
             for requests in _chunks(batch, logits)
         ]
         runtime.step.verified = True
