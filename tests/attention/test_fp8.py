@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With fp8 caches the kernels, their composition and FlashAttention's scales give what the reference
-gives on the numbers that the bytes stand for."""
+"""With fp8 caches the kernels, their composition and FlashAttention's scales give what the
+reference gives on the numbers that the bytes stand for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accepted nodes that are expected of a budget are those of a drafter whose rounds are known."""
+"""The accepted nodes that are expected of a budget are those of a drafter whose rounds are
+known."""
 
 import random
 

@@ -40,8 +40,8 @@ GRAPHS: dict[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
 }
 # Measured with the `small` pair: with an fp8 cache, which rounds more, the largest gap is 0.125 and
-# 2 of 1024 tokens are not the first choice (h200-tests/test_fp8_engine.txt). In bfloat16 the largest
-# gap of 9,800 requests that ran again is 0.260 (h200-soak, seeded ones among them).
+# 2 of 1024 tokens are not the first choice (h200-tests/test_fp8_engine.txt). In bfloat16 the
+# largest gap of 9,800 requests that ran again is 0.260 (h200-soak, seeded ones among them).
 TIE = 0.3
 """Largest gap of rounding, in logits. Those of 16 to 32 are 0.125 apart in bfloat16."""
 OFTEN = 0.02
