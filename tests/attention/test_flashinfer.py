@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes in segments, and the FlashInfer backend over them, batch by batch. FlashInfer's kernel
-is a stand-in."""
+"""Prefixes in segments, and the FlashInfer backend over them, give what the reference gives for
+every batch. FlashInfer's kernel is a stand-in."""
 
 import dataclasses
 from types import SimpleNamespace

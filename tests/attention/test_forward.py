@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend's own rows, the prefix and the tail put together, batch by batch."""
+"""The backend's own rows, the prefix and the tail together give what the reference gives for every
+batch."""
 
 from __future__ import annotations
 

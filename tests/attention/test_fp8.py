@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 caches: kernels, their composition and FlashAttention's scales, against the reference on the
-numbers that the bytes stand for.
-"""
+"""With fp8 caches the kernels, their composition and FlashAttention's scales give what the
+reference gives on the numbers that the bytes stand for."""
 
 from __future__ import annotations
 

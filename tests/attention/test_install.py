@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of the target's layers can verify trees."""
+"""The layers of a target that can verify trees get the tree-aware implementation; the others are
+refused."""
 
 from types import SimpleNamespace
 from typing import Any

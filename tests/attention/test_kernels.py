@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two Triton passes against the reference."""
+"""The two Triton passes, prefix and tail, give what the reference gives."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent (MLA) tree attention: the reference against its expanded form, the kernels against it."""
+"""Latent (MLA) tree attention: the reference agrees with its expanded form, the kernels agree with
+the reference."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a batch go to the latent kernels: the builders over vLLM's own, and the backends'
-implementations, against the reference. FlashAttention's and FlashMLA's kernels are stand-ins."""
+"""The right rows of a batch go to the latent kernels, and each row gets what the reference gives:
+the builders over vLLM's own, and the backends' implementations. FlashAttention's and FlashMLA's
+kernels are stand-ins."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference against something simpler: every tree row as the last token of its own branch."""
+"""The reference agrees with something simpler: every tree row as the last token of its own
+branch."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of backends: its rows, and what is chosen from it."""
+"""The table of backends has what vLLM has, and the right backends are chosen from it."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sliding windows, soft-caps and sinks in the two Triton passes, against the reference."""
+"""Sliding windows, soft-caps and sinks in the two Triton passes give what the reference gives."""
 
 from collections.abc import Sequence
 

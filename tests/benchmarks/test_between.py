@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time between rounds, with events that take it from a clock of the test's."""
+"""The time between rounds is measured right, with events that take it from a clock of the
+test's."""
 
 from __future__ import annotations
 

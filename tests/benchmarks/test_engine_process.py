@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in processes of their own, and the order in which they take turns."""
+"""Engines in processes of their own open, take turns in order, and end; what fails there is said
+here."""
 
 from __future__ import annotations
 

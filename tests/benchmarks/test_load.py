@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load benchmark's bookkeeping, with an engine that only counts."""
+"""The load benchmark's bookkeeping is right, with an engine that only counts."""
 
 from __future__ import annotations
 

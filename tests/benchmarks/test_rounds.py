@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profile's arithmetic, on rounds made by hand."""
+"""The round profile's arithmetic is right, on rounds made by hand."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak's bookkeeping and judge, with an engine that answers from a table."""
+"""The soak's bookkeeping is right, and its judge finds what is wrong, with an engine that answers
+from a table."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepted nodes expected of a budget, against rounds of a known drafter."""
+"""The accepted nodes that are expected of a budget are those of a drafter whose rounds are
+known."""
 
 import random
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of budget: expected tokens over measured milliseconds."""
+"""`auto` chooses the budget with the most expected tokens a measured millisecond."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules and steps whose trees leave every running request its rows."""
+"""Schedules and steps have trees that leave every running request its rows."""
 
 from __future__ import annotations
 

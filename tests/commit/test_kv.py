@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The kernel moves the accepted path's keys and values, and leaves every other byte as it is."""
+
 from collections.abc import Sequence
 
 import numpy as np

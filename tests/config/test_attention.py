@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend of the target."""
+"""The target gets an attention backend that verifies trees, or is refused."""
 
 from __future__ import annotations
 

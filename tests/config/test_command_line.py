@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which a user gives the keys: JSON, dotted flags, short flags, a YAML file, and a
-target that names its drafter.
-"""
+"""Every way in which a user gives the keys comes to the same: JSON, dotted flags, short flags, a
+YAML file, and a target that names its drafter."""
 
 from __future__ import annotations
 

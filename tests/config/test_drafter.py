@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which drafters are taken."""
+"""Drafters that fit are taken, others are refused with what is wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of an engine that DDTree refuses by flag."""
+"""Settings of an engine that DDTree cannot serve are refused by flag."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which targets are taken, as far as their configuration tells."""
+"""Targets are taken or refused by what their configuration tells."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.engine.harness import PROMPTS, generate, greedy, open_engine
+from vllm_ddtree.budget.cost import Costs
+from vllm_ddtree.budget.tiers import TIERS
 
-BUDGETS = (63, 31, 23, 15, 11, 7, 5, 3, 1, 0)
 TOKENS = 28
 ONE_RANK: dict[str, Any] = {
     "block_size": 32,
@@ -42,26 +43,25 @@ def requests() -> tuple[list[str], list[Any]]:
     return [PROMPTS[0], PROMPTS[3], PROMPTS[5]], params
 
 
-def differ(rank: int) -> None:
-    """Give this rank times that no other rank measures.
+def costs_of(rank: int) -> Costs:
+    """What a rank measures at start: each prefers another budget."""
+    favourite = (3, 7)[rank]
+    return Costs(
+        {
+            (b + 1, n): 10.0 + 0.02 * b * n - (4.0 if b == favourite else 0.0)
+            for b in TIERS
+            for n in (1, 2, 4)
+        }
+    )
 
-    Each rank prefers another budget by its measurement at start, and its clock is noise.
-    """
+
+def differ(rank: int) -> None:
+    """Give this rank times that no other rank measures, and a clock that is noise."""
     from vllm_ddtree.budget import auto, cost
 
     noise = random.Random(rank)
-    favourite = (3, 7)[rank]
-
-    def measured(worker: Any) -> cost.Costs:
-        times = {
-            (b + 1, n): 10.0 + 0.02 * b * n - (4.0 if b == favourite else 0.0)
-            for b in BUDGETS
-            for n in (1, 2, 4)
-        }
-        return cost.Costs(times)
-
+    cost.measure = lambda worker: costs_of(rank)
     now = itertools.accumulate(noise.choice((0.004, 0.009, 0.02)) for _ in itertools.count())
-    cost.measure = measured
     auto.time = SimpleNamespace(perf_counter=lambda: next(now))  # type: ignore[assignment]
     auto.READ_EVERY, auto.READ_AFTER, auto.SAY_EVERY = 6, 3, noise.choice((0.0, 0.05))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of the engine equal to the offline oracle's (tests/oracle), one by one.
+"""Each round of the engine accepts what the offline oracle (tests/oracle) says that it accepts.
 
 Output alone cannot show a drafter that sees the wrong context, a tree that lost a node or a slot
 that another row overwrote: those only make fewer tokens be accepted.

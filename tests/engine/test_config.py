@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused at start, with vLLM's own reading of a model's class, which takes seconds."""
+"""Targets that only vLLM's own reading of the model's class, which takes seconds, tells apart are
+refused at start."""
 
 from __future__ import annotations
 

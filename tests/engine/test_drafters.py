@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters as checkpoints have them: with a vocabulary of their own, with a sliding window, in the
-format of the speculators library.
-"""
+"""Drafters as checkpoints have them draft right: with a vocabulary of their own, with a sliding
+window, in the format of the speculators library."""
 
 from __future__ import annotations
 

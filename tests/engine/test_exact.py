@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output equal to the target's own, token for token, at budgets on both sides of the block size.
+"""Output is the target's own, token for token, at budgets on both sides of the block size.
 
 vLLM's noise is keyed by seed and position, so a seeded request too must give the very tokens that
 it gives without speculation (sample-and-follow; DDTree, arXiv 2604.12989).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness itself, on vLLM's own plain decoding and DFlash chain."""
+"""The harness serves, counts and cleans up right, on vLLM's own plain decoding and DFlash chain."""
 
 from __future__ import annotations
 

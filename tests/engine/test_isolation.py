@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines one after another in a process, and a plugin that is not used: neither shows."""
+"""Engines one after another in a process leave nothing behind, and a plugin that is not used
+changes nothing."""
 
 from __future__ import annotations
 

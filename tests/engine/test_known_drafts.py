@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a client may ask, under drafts that are right: everything that ends, cuts or constrains
-a request then happens inside an accepted path, in the rows' own order or skipping some of them.
+"""Whatever a client asks, the answer is that of plain decoding under drafts that are right.
+
+Everything that ends, cuts or constrains a request then happens inside an accepted path, in the
+rows' own order or skipping some of them.
 """
 
 from __future__ import annotations

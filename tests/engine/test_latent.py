@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with multi-head latent attention (MLA): output equal to vLLM's own.
+"""Targets with multi-head latent attention (MLA) give the output that vLLM's own attention gives.
 
 Without speculation vLLM's own CPU backend attends (latents of 512 + 64, blocks of 16, whole prompts
 only). With DDTree TRITON_MLA does, which the CPU platform never selects: here it is made to, and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own metrics beside vLLM's, in one engine with asynchronous scheduling."""
+"""Our own metrics agree with vLLM's beside them, in one engine with asynchronous scheduling."""
 
 from __future__ import annotations
 

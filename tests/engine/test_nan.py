@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits that are no numbers: one request's trouble stays that request's."""
+"""A request whose logits are no numbers is in trouble alone: its neighbours' text does not
+change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle against vLLM's own chain drafting (method "dflash"): equal in every round.
+"""The oracle's rounds are those of vLLM's own chain drafting (method "dflash"), one by one.
 
 This anchors the oracle: what a DFlash draft is, and how vLLM counts rounds and accepted tokens.
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised caches and weights of the target: the text that plain decoding gives with the same."""
+"""With quantised caches and weights of the target the text is that of plain decoding with the
+same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose sampling depends on earlier tokens, logprobs, structured output, stops: one batch
-of them all, each with the result that it has without speculation.
-"""
+"""Each request has the result that it has without speculation, in one batch of all kinds: sampling
+that depends on earlier tokens, logprobs, structured output, stops."""
 
 from __future__ import annotations
 

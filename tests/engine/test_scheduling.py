@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees under the scheduler: chunked prefill, prefix caching, queues, preemption, aborts,
-limits."""
+"""Trees give plain decoding's text under all that the scheduler does: chunked prefill, prefix
+caching, queues, preemption, aborts, limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is started with, in one engine a case: grammars of guidance and outlines,
-priorities and preemption, logits processors of the user's, modes of logprobs, a drafter of shorter
-length.
+"""What an engine is started with works together with trees, in one engine a case.
+
+Grammars of guidance and outlines, priorities and preemption, logits processors of the user's, modes
+of logprobs, a drafter of shorter length.
 """
 
 from __future__ import annotations

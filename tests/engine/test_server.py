@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` with the installed plugin: the OpenAI-compatible endpoints, streaming and not."""
+"""`vllm serve` with the installed plugin answers right at its OpenAI-compatible endpoints,
+streaming and not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasoning and tool calls: what is streamed, several tokens an event, is what comes whole.
+"""Reasoning and tool calls that are streamed, several tokens an event, are what comes whole.
 
 The server has two API server processes, which share the engine.
 """

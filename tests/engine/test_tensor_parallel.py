@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks: vLLM's multiprocess executor, two workers of the CPU engine, sums over gloo.
+"""Two ranks hold the same trees in every round, and give the tokens and rounds of one rank.
 
-Every rank drafts from its own half of the vocabulary and the candidates of the other, and verifies
-and walks for itself, from logits that vLLM gathers; so all must hold the same trees in every round,
-and give the tokens and rounds of one rank. The requests are without near-ties: vLLM's sums over two
-ranks, in another order, change none of their tokens.
+vLLM's multiprocess executor, two workers of the CPU engine, sums over gloo. Every rank drafts from
+its own half of the vocabulary and the candidates of the other, and verifies and walks for itself,
+from logits that vLLM gathers. The requests are without near-ties: vLLM's sums over two ranks, in
+another order, change none of their tokens.
 """
 
 from __future__ import annotations

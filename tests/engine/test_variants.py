@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with sliding windows, logit soft-caps and attention sinks: output equal to vLLM's own.
+"""Targets with sliding windows, logit soft-caps and attention sinks give the output of vLLM's own
+attention.
 
 Without speculation vLLM's own CPU kernels attend; with DDTree our attention does, so the windows'
 edges, soft-caps and sinks of both must agree. Windows are shorter than the prompts and of either

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's modes of CUDA graphs, with requests that come and go while graphs are replayed.
+"""In each of vLLM's modes of CUDA graphs the texts are the target's own, with requests that come
+and go while graphs are replayed.
 
 All engines serve the same mix, more requests than fit at once; one judge reads all their texts.
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two GPUs: tensor parallelism, and experts spread over them (the same trees on both ranks)."""
+"""On two GPUs the ranks hold the same trees and the texts are the target's own, with tensor
+parallelism and with experts spread over them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with windows, soft-caps, sinks and experts, with whole verify steps in CUDA graphs, on
-both attention backends."""
+"""Targets with windows, soft-caps, sinks and experts give their own texts, with whole verify steps
+in CUDA graphs, on both attention backends."""
 
 from __future__ import annotations
 

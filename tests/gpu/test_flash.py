@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention on FlashAttention's own kernel: windows, soft-caps and sinks."""
+"""Tree attention on FlashAttention's own kernel gives what the reference gives: windows, soft-caps
+and sinks."""
 
 from typing import Any
 

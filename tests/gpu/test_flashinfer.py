@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes by FlashInfer's own kernel, cut into segments on the device."""
+"""Prefixes by FlashInfer's own kernel, cut into segments on the device, are what the reference
+gives."""
 
 from types import SimpleNamespace
 from typing import Any

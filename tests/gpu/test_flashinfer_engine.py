@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine on vLLM's FlashInfer backend, whole verify steps in CUDA graphs.
+"""An engine on vLLM's FlashInfer backend gives the target's own texts, whole verify steps in CUDA
+graphs.
 
 FULL graphs need FlashInfer's XQA kernels for the steps that are vLLM's own. vLLM takes them where
 it can reach NVIDIA's server of kernels or `VLLM_HAS_FLASHINFER_CUBIN=1` says that none is needed:

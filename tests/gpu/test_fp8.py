@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 caches on compiled kernels: our two passes, FlashAttention's prefix, latent caches."""
+"""With fp8 caches the compiled kernels give what the reference gives: our two passes,
+FlashAttention's prefix, latent caches."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 caches and fp8 weights in vLLM's engine, with CUDA graphs.
+"""With fp8 caches and fp8 weights vLLM's engine, with CUDA graphs, gives plain decoding's texts but
+for rounding.
 
 Half precision and fp8 round by the batch's shape, so a text may leave plain decoding's where the
 target's best tokens are nearly equal. Elsewhere it may not.

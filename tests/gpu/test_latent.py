@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent (MLA) tree attention compiled, at the sizes of DeepSeek and Kimi, on each of vLLM's
-backends and in CUDA graphs that are replayed on other prefixes than they were captured on."""
+"""Latent (MLA) tree attention, compiled at the sizes of DeepSeek and Kimi, gives what the reference
+gives, on each of vLLM's backends and in CUDA graphs that are replayed on other prefixes than they
+were captured on."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine with small random targets with multi-head latent attention, on each of its backends
-that DDTree supports, without and with FULL CUDA graphs.
+"""vLLM's engine gives plain decoding's texts of small random targets with multi-head latent
+attention, on each of its backends that DDTree supports, without and with FULL CUDA graphs.
 
 float16, whose rounding is small beside a random target's choices: texts are those of plain decoding
 on the same backend, up to near-ties of the target's own.

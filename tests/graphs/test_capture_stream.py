@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stream for all graphs of a runner, over a stand-in for vLLM's `graph_capture`."""
+"""All graphs of a runner are captured on one stream, over a stand-in for vLLM's `graph_capture`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

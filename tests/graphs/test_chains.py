@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of trees and of chains beside each other, over a stand-in for vLLM's graph manager."""
+"""Graphs of trees and of chains live beside each other, over a stand-in for vLLM's graph
+manager."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

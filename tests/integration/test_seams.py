@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seams of vLLM, looked for in sources that nobody imports."""
+"""A seam of vLLM that is missing or different is found in sources that nobody imports."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows a scheduler's steps, over a stand-in for vLLM's scheduler."""
+"""What follows a scheduler's steps sees each of them once, over a stand-in for vLLM's scheduler."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts of rounds against a plain reference, on their way from the runner to the log."""
+"""The counts of rounds are those of a plain reference, all the way from the runner to the log."""
 
 from __future__ import annotations
 

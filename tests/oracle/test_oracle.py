@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle against transformers, against itself, and against brute force over its trees."""
+"""The oracle agrees with transformers, with itself, and with brute force over its trees."""
 
 from __future__ import annotations
 

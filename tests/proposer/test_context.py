@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's context after trees: the path's rows and nothing else."""
+"""After a tree the drafter's context is the path's rows and nothing else."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft head in shards, of vLLM's own layers, against the same head on one rank.
+"""The draft head in shards, of vLLM's own layers, gives what the same head gives on one rank.
 
 Ranks run one after another: once to see what each of them gathers, once with what all have.
 Weights and states are small whole numbers, so sums are exact and ties abound.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of drafts: which there are, which one a round takes, and what belongs to each."""
+"""Each round's draft has the reach that it needs, and what belongs to a reach is there."""
 
 from __future__ import annotations
 

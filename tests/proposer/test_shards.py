@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates merged from shards of the vocabulary, against those of the whole of it."""
+"""Candidates merged from shards of the vocabulary are those of the whole of it."""
 
 import pytest
 import torch

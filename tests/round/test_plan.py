@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's rows are classified, and when its trees become chains."""
+"""A step's rows are classified right, and its trees become chains when they should."""
 
 from __future__ import annotations
 

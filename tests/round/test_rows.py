@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The kernel that lays out a step's rows gives what a plain loop gives."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests verify a chain instead of a tree."""
+"""Requests whose sampling depends on earlier tokens verify a chain, all others a tree."""
 
 from __future__ import annotations
 

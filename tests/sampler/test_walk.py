@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk kernel against the reference on random trees; the rows that emitted tokens belong to."""
+"""The walk kernel follows the reference on random trees, and emitted tokens get the rows that they
+belong to."""
 
 from __future__ import annotations
 

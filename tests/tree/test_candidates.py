@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top candidates and their log-probs against a sort and a float64 log-sum-exp."""
+"""The top candidates and their log-probs are those of a sort and a float64 log-sum-exp."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees turned into chains inside the rows they were given."""
+"""A tree that is turned into a chain stays inside the rows it was given."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel against the oracle, every row of every buffer, ties and rounding included."""
+"""The kernel builds the oracle's tree: every row of every buffer, ties and rounding included."""
 
 import numpy as np
 import pytest

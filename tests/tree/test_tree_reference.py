@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle against definitions that use neither a heap nor a tree."""
+"""The reference builds the trees of definitions that use neither a heap nor a tree."""
 
 import itertools
 

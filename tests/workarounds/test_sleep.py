@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter has after a level-2 sleep, with a worker that only forgets."""
+"""After a level-2 sleep a drafter has its weights again, with a worker that only forgets."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "VllmConfig: num_lookahead_tokens use_v2_model_runner",
         "set_current_vllm_config(vllm_config)",
     ),
-    "vllm.config.utils": ("config(cls)",),
+    "vllm.config": ("replace",),
+    "vllm.config.utils": ("config(cls)", "replace(dataclass_instance, ...)"),
     "vllm.config.compilation": ("CUDAGraphMode: FULL NONE",),
     "vllm.config.model": (
         "PROCESSED_LOGPROBS_MODES",
@@ -221,7 +222,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.models.qwen3_dflash": (
         "DFlashQwen3ForCausalLM: compute_logits(hidden_states) lm_head logits_processor",
         "DFlashQwen3ForCausalLM: draft_id_to_target_id model",
-        "dflash_has_any_non_causal",
+        "dflash_has_any_non_causal(config)",
     ),
     "vllm.model_executor.models.utils": ("process_eagle_weight: has_own_lm_head",),
     "vllm.model_executor.layers.logits_processor": (
