@@ -9,8 +9,6 @@ result.token_ids, result.counters.acceptance_length
 
 from __future__ import annotations
 
-import functools
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,28 +98,19 @@ def ddtree(pair: Pair, budget: int, **more: Any) -> dict[str, Any]:
     return {"method": "ddtree", "model": str(pair.drafter), "budget": budget, **more}
 
 
-@functools.cache  # once a process
-def freeze_modules() -> None:
-    """Keeps all there is out of garbage collection.
-
-    Every engine collects garbage several times, and each time all of vLLM's and PyTorch's modules
-    would be looked through: two seconds an engine.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 @contextmanager
 def open_engine(
     target: str | Path, spec: dict[str, Any] | None = None, **llm_kwargs: Any
 ) -> Iterator[LLM]:
     """`vllm_ddtree.testing.engine.open_engine` on the CPU test bed, with `DEFAULTS`."""
-    import ddtree_testbed  # not at the head: tests/gpu reads PROMPTS where there is no test bed
+    # Not at the head: tests/gpu reads PROMPTS where there is no test bed.
+    import ddtree_testbed
+    from ddtree_testbed.garbage import keep_modules
 
     ddtree_testbed.prepare()
     with engine.open_engine(target, spec, **{**DEFAULTS, **llm_kwargs}) as llm:
         yield llm
-    freeze_modules()  # the first engine has imported what it needs, and is gone
+    keep_modules()
 
 
 def run_engine(

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from tests.conftest import Pair
-from tests.engine.harness import PROMPTS, dflash, generate, greedy, open_engine, run_engine
+from tests.engine.harness import PROMPTS, ddtree, dflash, generate, greedy, open_engine, run_engine
+from tests.engine.known import model_runner
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,18 @@ def test_an_engine_starts_after_one_that_failed_to(nano_pair: Pair, plain) -> No
         run_engine(nano_pair.target, {"method": "no-such-method"}, PROMPTS, greedy(4))
     again = run_engine(nano_pair.target, None, PROMPTS, greedy(32))
     assert again.token_ids == plain.token_ids
+
+
+def test_an_engine_is_gone_after_its_end(nano_pair: Pair, plain) -> None:
+    """Also where the modules, frozen before, are not looked through for garbage."""
+    for spec in (None, ddtree(nano_pair, 7)):
+        with open_engine(nano_pair.target, spec) as llm:
+            assert len(gc.get_objects()) < gc.get_freeze_count()
+            runner = weakref.ref(model_runner(llm))
+            assert runner() is not None
+        del llm
+        gc.collect()
+        assert runner() is None
 
 
 def test_a_sampling_params_a_prompt(nano_pair: Pair, plain) -> None:
