@@ -94,7 +94,9 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from vllm_ddtree.config import pair
 
     said: list[str] = []
-    monkeypatch.setattr(pair.logger, "warning_once", lambda text, *args: said.append(text % args))
+    # Not on the logger itself: whoever calls `init_logger` next would undo that.
+    note = SimpleNamespace(warning_once=lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(pair, "logger", note)
     return said
 
 

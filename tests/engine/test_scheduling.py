@@ -63,9 +63,9 @@ def run_many(pair: Pair, budget: int, **llm_kwargs: Any) -> Result:
 def test_prefill_chunks_beside_trees_and_a_queue(
     nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, mixed_tree_tokens: int
 ) -> None:
-    """Three slots for nine requests, steps of 34 tokens: chunks of the long prompts share steps
-    with trees, and a full step leaves a tree fewer nodes. Trees keep their form in wide steps with
-    prefills and become chains in narrow ones.
+    """Three slots for nine requests, steps of 60 tokens: chunks of the long prompts share steps
+    with trees, which leave them half of the step and so have fewer nodes there. Trees keep their
+    form in wide steps with prefills and become chains in narrow ones.
     """
     from vllm_ddtree import model_state
     from vllm_ddtree.round import plan
@@ -79,10 +79,11 @@ def test_prefill_chunks_beside_trees_and_a_queue(
         as_chains(*args)
 
     monkeypatch.setattr(model_state, "as_chains", form)
-    result = run_many(nano_pair, 12, max_num_seqs=3, max_num_batched_tokens=34)
+    result = run_many(nano_pair, 12, max_num_seqs=3, max_num_batched_tokens=60)
     assert result.token_ids == plain(nano_pair).token_ids
     sizes = [n for request in drafted(result) for n in request]
-    assert max(sizes) == 12 and 0 < min(sizes) < 12
+    # Of a prompt's last token alone vLLM makes empty draft rows beside running requests: 0 nodes.
+    assert max(sizes) == 12 and any(0 < size < 12 for size in sizes)
     assert len(formed) == 1 if mixed_tree_tokens == 0 else len(formed) > 1  # one at start
     assert result.counters.num_accepted_tokens > 0
 
