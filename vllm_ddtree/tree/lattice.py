@@ -3,8 +3,8 @@
 
 A lattice S[d, p, c] holds the log-prob of candidate c of depth d after candidate p of the depth
 before. A row of the tree still has exactly one pending candidate, its next child by rank, so the
-growth is that of `build.py`: lanes for the heap, a key for ties. What is new is that a row's ranking
-belongs to its own candidate.
+growth is that of `build.py`: lanes for the heap, a key for ties. What is new is that a row's
+ranking belongs to its own candidate.
 
 The rankings are made beforehand by a kernel of its own, all D * K of them side by side: a rank is a
 count of better candidates, so nothing in it waits for anything. What is left to the serial loop is
@@ -88,9 +88,9 @@ def build_lattice_trees(
     chain is the walk down the best candidate of each row, whatever the request verifies.
 
     Args:
-        log_probs: float32 [R, D, K, K], D <= 31, K <= 64: candidate c of depth d + 1 after candidate
-            p of depth d at [r, d, p, c]; contiguous in the last dimension. The root's row is [r, 0,
-            0]; [r, 0, 1:] does not matter. -inf and NaN are no candidates.
+        log_probs: float32 [R, D, K, K], D <= 31, K <= 64: candidate c of depth d + 1 after
+            candidate p of depth d at [r, d, p, c]; contiguous in the last dimension. The root's row
+            is [r, 0, 0]; [r, 0, 1:] does not matter. -inf and NaN are no candidates.
         token_ids: int32 or int64 [R, D, K], contiguous in the last dimension.
         indices: int32 or int64 [R], index in `trees` of each batch row, all different; a row of -1
             has no tree.

@@ -2,8 +2,8 @@
 """The lattice tree on paper: best-first growth where a token's log-prob depends on its parent's.
 
 A conditional drafter gives one table a depth: S[d, p, c] is the log-prob of candidate c of depth d
-after candidate p of the depth before. A tree over such a lattice grows like any other (DDTree, arXiv
-2604.12989). Only the order of a node's children is its own: they are ranked by the row of the
+after candidate p of the depth before. A tree over such a lattice grows like any other (DDTree,
+arXiv 2604.12989). Only the order of a node's children is its own: they are ranked by the row of the
 node's candidate, not by one row for the whole depth.
 
 The oracle for :mod:`vllm_ddtree.tree.lattice`, which must agree with it bit for bit.
