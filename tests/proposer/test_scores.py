@@ -58,8 +58,9 @@ def fill(module: torch.nn.Module, generator: torch.Generator) -> None:
 def ready(module: torch.nn.Module) -> None:
     """What vLLM does when all weights are there."""
     for layer in module.modules():
-        if hasattr(layer, "quant_method"):
-            layer.quant_method.process_weights_after_loading(layer)
+        method: Any = getattr(layer, "quant_method", None)
+        if method is not None:
+            method.process_weights_after_loading(layer)
 
 
 def lattice_of(
@@ -219,7 +220,7 @@ def vllm_walk(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def speculator_of(cls: type, model: Any, **attributes: Any) -> Any:
+def speculator_of(cls: Any, model: Any, **attributes: Any) -> Any:
     """A speculator that has what its candidate head reads, and nothing else."""
     speculator = cls.__new__(cls)
     tokens = torch.full((REQS * (DEPTHS + 1),), 9, device=DEVICE)
@@ -290,7 +291,7 @@ def test_chain_is_vllms_own_draft(make: Any) -> None:
         for r in range(REQS):
             tokens, _ = lattice_chain(lattice[r], ids[r].cpu().numpy())
             assert tokens.tolist() == walked[r]
-        moved += (torch.tensor(walked) != ids[:, :, 0].cpu()).sum().item()
+        moved += int((torch.tensor(walked) != ids[:, :, 0].cpu()).sum())
     assert moved > 10  # conditions do change the draft
 
 

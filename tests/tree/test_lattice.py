@@ -418,7 +418,9 @@ def test_arguments_that_do_not_fit(argument, change):
         build_lattice_trees(**arguments)
 
 
-@pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 32, 4), (2, 3, 0), (2, 3, 65)])
-def test_scratch_sizes_that_do_not_fit(sizes):
+@pytest.mark.parametrize(
+    "num_reqs,depth,top_k", [(0, 3, 4), (2, 0, 4), (2, 32, 4), (2, 3, 0), (2, 3, 65)]
+)
+def test_scratch_sizes_that_do_not_fit(num_reqs, depth, top_k):
     with pytest.raises(ValueError, match=r"max_num_reqs|depth"):
-        Rankings(*sizes, DEVICE)
+        Rankings(num_reqs, depth, top_k, DEVICE)
