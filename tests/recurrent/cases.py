@@ -17,9 +17,11 @@ import torch
 
 from tests.attention.tree_cases import ancestor_sets, pack_masks, random_tree
 from vllm_ddtree.recurrent import reference
-from vllm_ddtree.recurrent.commit import RecurrentLayer, StateCommit, Stash
-from vllm_ddtree.recurrent.conv import tree_conv
-from vllm_ddtree.recurrent.rows import RecurrentRows, prepare_recurrent_rows
+from vllm_ddtree.recurrent.commit import StateCommit
+from vllm_ddtree.recurrent.inputs import tree_inputs
+from vllm_ddtree.recurrent.layer import RecurrentLayer
+from vllm_ddtree.recurrent.rows import RecurrentRows, TreeStep, prepare_recurrent_rows
+from vllm_ddtree.recurrent.stash import Stash
 from vllm_ddtree.recurrent.verify import tree_delta_rule
 
 NAN = float("nan")
@@ -46,25 +48,24 @@ class Sizes:
         return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
 
-class Layer:
-    """Weights and caches of one layer; states are by block, block 0 is vLLM's null block."""
-
-    def __init__(self, sizes: Sizes, num_blocks: int, seed: int, spare: int = 2) -> None:
-        s = sizes
-        torch.manual_seed(seed)
-        self.weight = torch.randn(s.channels, s.width).to(s.dtype)
-        self.bias = torch.randn(s.channels).to(s.dtype) if s.bias else None
-        self.A_log = torch.rand(s.heads).clamp(min=0.1).mul(s.decay).log()
-        self.dt_bias = torch.randn(s.heads).to(s.dtype)
-        # vLLM keeps [block, token, channel], and kernels take it with channels before tokens.
-        history = torch.randn(num_blocks, s.width - 1 + spare, s.channels)
-        history[:, s.width - 1 :] = NAN
-        self.conv_states = history.to(s.dtype).transpose(1, 2)
-        self.states = torch.randn(num_blocks, s.heads, s.value_dim, s.key_dim).to(s.state_dtype)
-        self.states[0] = NAN
-
-    def tensors(self, group: int = 0) -> RecurrentLayer:
-        return RecurrentLayer(self.conv_states, self.states, self.weight, self.bias, group)
+def make_layer(sizes: Sizes, num_blocks: int, seed: int, spare: int = 2) -> RecurrentLayer:
+    """Random weights and caches; the caches have `spare` inputs more than the width needs."""
+    s = sizes
+    torch.manual_seed(seed)
+    # vLLM keeps [block, token, channel], and kernels take it with channels before tokens.
+    history = torch.randn(num_blocks, s.width - 1 + spare, s.channels)
+    history[:, s.width - 1 :] = NAN
+    states = torch.randn(num_blocks, s.heads, s.value_dim, s.key_dim)
+    states[0] = NAN
+    return RecurrentLayer(
+        conv_states=history.to(s.dtype).transpose(1, 2),
+        states=states.to(s.state_dtype),
+        conv_weight=torch.randn(s.channels, s.width).to(s.dtype),
+        conv_bias=torch.randn(s.channels).to(s.dtype) if s.bias else None,
+        A_log=torch.rand(s.heads).clamp(min=0.1).mul(s.decay).log(),
+        dt_bias=torch.randn(s.heads).to(s.dtype),
+        num_key_heads=s.key_heads,
+    )
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,18 @@ class Step:
                 parents[req, : len(tree_rows)] = tree_rows
                 bits = pack_masks(ancestor_sets(tree_rows), masks.shape[1])
                 masks[self.root(req) : self.root(req) + len(tree_rows)] = bits
+        trees_masks = torch.full((self.num_reqs, budget + 1, masks.shape[1]), -1, dtype=torch.int32)
+        for req, request in enumerate(requests):
+            trees_masks[req, : len(request.parents)] = masks[self.tree_rows(req)]
         self.masks = masks
         # The trees lie by the request's index, in any order.
         order = rng.permutation(self.num_reqs)
         self.idx_mapping = torch.as_tensor(order)
-        self.trees: Any = SimpleNamespace(parents=ints(parents[np.argsort(order)]))
+        back = np.argsort(order)
+        self.trees: Any = SimpleNamespace(parents=ints(parents[back]), masks=trees_masks[back])
         # Blocks of the states, one a request and group; padded requests have the null block.
         self.num_blocks = 2 * self.num_reqs + 2
-        self.blocks = rng.permutation(np.arange(1, self.num_blocks))[: self.num_reqs]
+        self.blocks = rng.permutation(np.arange(1, self.num_blocks))[: self.num_reqs].tolist()
         self.state_indices = ints([*self.blocks, *[0] * padded])
 
         self.rows = RecurrentRows(
@@ -169,51 +174,43 @@ class Step:
             self.num_tree_rows,
         )
 
-    def conv(self, layer: Layer, index: int = 0) -> torch.Tensor:
-        out = torch.full_like(self.inputs[index], NAN)
-        tree_conv(
-            self.inputs[index],
-            layer.weight,
-            layer.bias,
-            layer.conv_states,
-            self.state_indices,
-            self.rows,
-            self.query_start_loc,
-            self.tail_lens,
-            out,
-            self.stash.inputs[index],
-            self.max_tail,
-        )
-        return out
-
-    def verify(
-        self, layer: Layer, rows_qkv: torch.Tensor, index: int = 0, block_v: int | None = None
-    ) -> torch.Tensor:
-        s = self.sizes
-        out = torch.full((len(rows_qkv), s.heads, s.value_dim), NAN, dtype=s.dtype)
-        updates = None
-        if self.max_tail > 64:
-            updates = torch.full((self.num_tree_rows, s.heads, s.value_dim + 1), NAN)
-        tree_delta_rule(
-            rows_qkv,
-            self.a[index],
-            self.b[index],
-            layer.A_log,
-            layer.dt_bias,
-            layer.states,
-            self.state_indices,
+    @property
+    def tree_step(self) -> TreeStep:
+        return TreeStep(
             self.rows,
             self.masks,
             self.query_start_loc,
             self.tail_lens,
-            out,
-            self.stash.gates[index],
-            s.key_heads,
+            self.state_indices,
             self.max_tail,
-            max_depth=self.max_depth,
-            updates=updates,
-            block_v=block_v,
+            self.max_depth,
         )
+
+    def convolve(self, layer: RecurrentLayer, index: int = 0) -> torch.Tensor:
+        """The kernel's queries, keys and values; what it does not write is NaN."""
+        out = torch.full_like(self.inputs[index], NAN)
+        tree_inputs(
+            layer,
+            self.tree_step,
+            self.inputs[index],
+            self.a[index],
+            self.b[index],
+            out,
+            self.stash[index],
+        )
+        return out
+
+    def verify(
+        self, layer: RecurrentLayer, qkv: torch.Tensor, index: int = 0, block_v: int | None = None
+    ) -> torch.Tensor:
+        """The kernel's outputs; what it does not write is NaN."""
+        s = self.sizes
+        out = torch.full((len(qkv), s.heads, s.value_dim), NAN, dtype=s.dtype)
+        updates = None
+        if self.max_tail > 64:
+            updates = torch.full((self.num_tree_rows, s.heads, s.value_dim), NAN)
+        gates = self.stash[index].gates
+        tree_delta_rule(layer, self.tree_step, qkv, gates, out, updates, block_v)
         return out
 
     @property
@@ -226,20 +223,21 @@ class Step:
         )
 
     def commit(
-        self, layers: Sequence[Layer], paths: Sequence[Sequence[int]], groups: Sequence[int] = ()
+        self,
+        layers: Sequence[RecurrentLayer],
+        paths: Sequence[Sequence[int]],
+        groups: Sequence[int] = (0,),
+        blocks: torch.Tensor | None = None,
     ) -> None:
-        """`paths`: rows of each request's path; empty without a tree."""
+        """`paths`: rows of each request's path; empty without a tree. `blocks`: int32 [groups, R],
+        by default one group's."""
         longest = max(len(path) for path in paths) + 1
         path_rows = torch.full((self.num_reqs, longest), 1 << 20, dtype=torch.int32)
         for req, path in enumerate(paths):
             path_rows[req, : len(path)] = torch.tensor(path)
-        tensors = [
-            layer.tensors(group)
-            for layer, group in zip(layers, groups or [0] * len(layers), strict=True)
-        ]
-        StateCommit(tensors, self.stash, self.sizes.key_heads).commit(
+        StateCommit(layers, self.stash, groups).commit(
             self.rows,
-            self.state_indices.expand(max(groups, default=0) + 1, -1).contiguous(),
+            self.state_indices[None] if blocks is None else blocks,
             self.tail_lens,
             path_rows,
             # A request without a tree has a path of one row from the walk.
@@ -248,15 +246,15 @@ class Step:
         )
 
     def reference(
-        self, layer: Layer, req: int, index: int = 0
+        self, layer: RecurrentLayer, req: int, index: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Convolution outputs, outputs, states and inputs of one request's tree, in float64."""
         s, rows = self.sizes, self.tree_rows(req)
         parents, block = list(self.requests[req].parents), self.blocks[req]
         inputs = self.inputs[index, rows].double()
-        bias = None if layer.bias is None else layer.bias.double()
+        bias = None if layer.conv_bias is None else layer.conv_bias.double()
         history = layer.conv_states[block].T[: s.width - 1].double()
-        qkv = reference.short_conv(inputs, layer.weight.double(), bias, history, parents)
+        qkv = reference.short_conv(inputs, layer.conv_weight.double(), bias, history, parents)
         q, k, v = reference.delta_inputs(qkv, s.key_heads, s.heads, s.key_dim, s.value_dim)
         g = reference.log_decays(
             self.a[index, rows].double(), layer.A_log.double(), layer.dt_bias.double()

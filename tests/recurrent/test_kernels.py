@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.recurrent.cases import Layer, Request, Sizes, Step, chain, path_to, tree
+from tests.recurrent.cases import Request, Sizes, Step, chain, make_layer, path_to, tree
 from vllm_ddtree.recurrent import reference
 from vllm_ddtree.recurrent.rows import RecurrentRows
 
@@ -27,7 +27,7 @@ ATOL = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 def check_round(sizes: Sizes, requests: list[Request], seed: int = 0, **kwargs: int) -> None:
     """One round of a layer, from the rows to the commit; kwargs go to `Step`."""
     step = Step(sizes, requests, seed, **kwargs)
-    layer = Layer(sizes, step.num_blocks, seed)
+    layer = make_layer(sizes, step.num_blocks, seed)
     before = layer.states.clone(), layer.conv_states.clone()
     atol, rng = ATOL[sizes.dtype], np.random.default_rng(seed)
     expected = [step.reference(layer, req) if r.parents else None for req, r in enumerate(requests)]
@@ -36,7 +36,7 @@ def check_round(sizes: Sizes, requests: list[Request], seed: int = 0, **kwargs: 
     ]
 
     step.prepare()
-    qkv = step.conv(layer)
+    qkv = step.convolve(layer)
     out = step.verify(layer, qkv)
     assert qkv[~step.in_tree].isnan().all(), "rows outside trees were written"
     assert out[~step.in_tree].isnan().all(), "rows outside trees were written"
@@ -127,13 +127,13 @@ def test_equal_keys() -> None:
     powers would cancel numbers of the size of binomials here."""
     sizes = Sizes(heads=1, key_dim=16, value_dim=16, decay=0.0)
     step = Step(sizes, [Request(chain(32))])
-    layer = Layer(sizes, step.num_blocks, 0)
+    layer = make_layer(sizes, step.num_blocks, 0)
     layer.conv_states[:] = 1.0
-    layer.weight[:] = 0.3
+    layer.conv_weight[:] = 0.3
     step.inputs[:, :] = 1.0
     step.b[:] = 12.0
     step.prepare()
-    out = step.verify(layer, step.conv(layer))
+    out = step.verify(layer, step.convolve(layer))
     wanted = step.reference(layer, 0)[1]
     torch.testing.assert_close(out[step.tree_rows(0)].double(), wanted, rtol=1e-4, atol=1e-4)
 
@@ -143,29 +143,31 @@ def test_value_blocks(block_v: int) -> None:
     """Each block of value columns gives what one block of all gives."""
     sizes = Sizes(heads=1, key_dim=16, value_dim=64)
     step = Step(sizes, [Request(tree(2, 70))], budget=127)
-    layer = Layer(sizes, step.num_blocks, 0)
+    layer = make_layer(sizes, step.num_blocks, 0)
     step.prepare()
-    qkv = step.conv(layer)
+    qkv = step.convolve(layer)
     whole, parts = step.verify(layer, qkv, block_v=64), step.verify(layer, qkv, block_v=block_v)
     rows = step.tree_rows(0)
     torch.testing.assert_close(parts[rows], whole[rows], rtol=1e-5, atol=1e-5)
 
 
 def test_layers_commit_in_one_launch() -> None:
-    """Three layers in two groups, whose states lie in blocks of their own."""
+    """Three layers in two groups, each of which has blocks of its own."""
     sizes = Sizes(heads=1, key_dim=16, value_dim=16)
     step = Step(sizes, [Request(tree(1, 9)), Request((), before=2), Request(tree(2, 5))], layers=3)
-    layers = [Layer(sizes, step.num_blocks, seed) for seed in range(3)]
+    layers, groups = [make_layer(sizes, step.num_blocks, seed) for seed in range(3)], [0, 1, 0]
     paths = [path_to(step.requests[0].parents, 8), [], path_to(step.requests[2].parents, 3)]
+    blocks = torch.tensor([[1, 2, 3], [5, 1, 2]], dtype=torch.int32)
     step.prepare()
     wanted = []
-    for index, layer in enumerate(layers):
-        step.verify(layer, step.conv(layer, index), index)
+    for index, (layer, group) in enumerate(zip(layers, groups, strict=True)):
+        step.state_indices, step.blocks = blocks[group], blocks[group].tolist()
+        step.verify(layer, step.convolve(layer, index), index)
         wanted.append([step.reference(layer, req, index)[2][paths[req][-1]] for req in (0, 2)])
-    step.commit(layers, paths, groups=[0, 1, 0])
-    for layer, states in zip(layers, wanted, strict=True):
+    step.commit(layers, paths, groups, blocks)
+    for layer, group, states in zip(layers, groups, wanted, strict=True):
         for req, state in zip((0, 2), states, strict=True):
-            got = layer.states[step.blocks[req]].double()
+            got = layer.states[blocks[group, req]].double()
             torch.testing.assert_close(got, state, rtol=2e-5, atol=2e-5)
 
 

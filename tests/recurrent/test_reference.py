@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.attention.tree_cases import ancestor_sets
+from tests.attention.tree_cases import ancestor_sets, pack_masks
 from tests.recurrent.cases import chain, path_to, tree
 from vllm_ddtree.attention.kernels.reference import ancestor_mask
-from tests.attention.tree_cases import pack_masks
 from vllm_ddtree.recurrent import reference
 
 

@@ -19,69 +19,24 @@ sleep. Here the cache is at every step what vLLM takes it to be.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.recurrent.conv import rounded_product
+from vllm_ddtree.recurrent.inputs import rounded_product
+from vllm_ddtree.recurrent.layer import RecurrentLayer
 from vllm_ddtree.recurrent.rows import RecurrentRows
-
-
-class Stash:
-    """What the layers keep of a step's tree rows until the path is known. Persistent.
-
-    Args:
-        num_layers: recurrent layers.
-        max_tree_rows: most tree rows of a step.
-        num_channels: channels of the convolution, 2 * Hk * K + Hv * V.
-        num_heads: value heads Hv.
-        dtype: of the convolution's inputs.
-        device: where it lies.
-
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        max_tree_rows: int,
-        num_channels: int,
-        num_heads: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.inputs = torch.zeros(
-            num_layers, max_tree_rows, num_channels, dtype=dtype, device=device
-        )
-        """[layers, max_tree_rows, C], the convolution's inputs."""
-        self.gates = torch.zeros(num_layers, max_tree_rows, 2, num_heads, device=device)
-        """float32 [layers, max_tree_rows, 2, Hv], log decay and beta."""
-
-
-@dataclass(frozen=True)
-class RecurrentLayer:
-    """The tensors of one layer that the commit reads and writes."""
-
-    conv_states: torch.Tensor
-    """[N, C, at least W - 1], any strides; the committed inputs come first, oldest first."""
-    states: torch.Tensor
-    """[N, Hv, V, K], any float dtype, contiguous in K."""
-    conv_weight: torch.Tensor
-    """[C, W], oldest tap first."""
-    conv_bias: torch.Tensor | None = None
-    """[C] or None."""
-    group: int = 0
-    """Which row of the commit's state indices is this layer's."""
+from vllm_ddtree.recurrent.stash import Stash
 
 
 class StateCommit:
     """Commits all recurrent layers of a target, in two launches.
 
     Args:
-        layers: all of one shape, strides and dtype; the stash's layers in this order. Their tensors
-            must outlive the commit (it keeps them alive).
+        layers: all of one shape, strides and dtype, in the stash's order. The commit keeps their
+            tensors alive.
         stash: what the layers stashed.
-        num_key_heads: Hk.
+        groups: for each layer, the row of the commit's state indices that is its KV group's.
 
     Raises:
         ValueError: no layers, layers that differ, or a stash of another shape.
@@ -89,24 +44,15 @@ class StateCommit:
     """
 
     def __init__(
-        self, layers: Sequence[RecurrentLayer], stash: Stash, num_key_heads: int, silu: bool = True
+        self, layers: Sequence[RecurrentLayer], stash: Stash, groups: Sequence[int]
     ) -> None:
         if len({_layout(layer) for layer in layers}) != 1:
             raise ValueError("the layers of a commit must agree in shapes, strides and dtypes")
         first = layers[0]
-        _, self.num_heads, self.value_dim, self.key_dim = first.states.shape
-        self.num_channels, self.width = first.conv_weight.shape
-        channels = 2 * num_key_heads * self.key_dim + self.num_heads * self.value_dim
-        if self.num_channels != channels or first.conv_states.shape[1] != channels:
-            raise ValueError(f"heads of {channels} channels, a convolution of {self.num_channels}")
-        if stash.inputs.shape[::2] != (len(layers), channels):
+        if stash.inputs.shape[::2] != (len(layers), first.num_channels):
             raise ValueError(f"a stash of {tuple(stash.inputs.shape)} for {len(layers)} layers")
-        if first.states.stride(3) != 1 or first.conv_weight.stride(1) != 1:
-            raise ValueError("states and convolution weights must be contiguous innermost")
         self.layers = list(layers)
         self.stash = stash
-        self.num_key_heads = num_key_heads
-        self.silu = silu
         device = first.states.device
 
         def pointers(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -118,8 +64,7 @@ class StateCommit:
         self._weights = pointers([layer.conv_weight for layer in layers])
         biases = [layer.conv_bias for layer in layers if layer.conv_bias is not None]
         self._biases = pointers(biases) if biases else None
-        groups = [layer.group for layer in layers]
-        self._groups = torch.tensor(groups, dtype=torch.int32, device=device)
+        self._groups = torch.tensor(list(groups), dtype=torch.int32, device=device)
 
     def commit(
         self,
@@ -134,8 +79,8 @@ class StateCommit:
 
         Args:
             rows: `starts` of the step that was verified.
-            state_indices: int32 [groups, at least num_reqs], row of the layers' states of each
-                request, by the layers' `group`; a request with null block (0) is skipped.
+            state_indices: int32 [groups, at least num_reqs], block of each request's states in
+                each group; a request with the null block (0) is skipped.
             tail_lens: int32 [at least num_reqs], tree rows of each request, 0 without a tree: such
                 a request is skipped.
             path_rows: int32 [at least num_reqs, P], ascending tree rows, the root first.
@@ -147,14 +92,13 @@ class StateCommit:
             return
         first, inputs, gates = self.layers[0], self.stash.inputs, self.stash.gates
         common = {
-            "NUM_CHANNELS": self.num_channels,
-            "WIDTH": self.width,
+            "WIDTH": first.width,
             "INPUT": _triton_dtype(first.conv_states),
             "num_warps": 4,
         }
-        block_v = min(32, max(16, triton.next_power_of_2(self.value_dim)))
-        blocks_v = triton.cdiv(self.value_dim, block_v)
-        _replay_kernel[(blocks_v * self.num_heads, len(self.layers), num_reqs)](
+        block_v = min(32, max(16, triton.next_power_of_2(first.value_dim)))
+        blocks_v = triton.cdiv(first.value_dim, block_v)
+        _replay_kernel[(blocks_v * first.num_heads, len(self.layers), num_reqs)](
             self._states,
             self._conv_states,
             self._weights,
@@ -177,18 +121,18 @@ class StateCommit:
             STATE=_triton_dtype(first.states),
             WEIGHT=_triton_dtype(first.conv_weight),
             BIAS=self._biases is not None,
-            SILU=self.silu,
-            GROUP=self.num_heads // self.num_key_heads,
-            KEY_HEADS=self.num_key_heads,
-            KEY_DIM=self.key_dim,
-            VALUE_DIM=self.value_dim,
+            SILU=first.silu,
+            GROUP=first.num_heads // first.num_key_heads,
+            KEY_HEADS=first.num_key_heads,
+            KEY_DIM=first.key_dim,
+            VALUE_DIM=first.value_dim,
             BLOCKS_V=blocks_v,
             BLOCK_V=block_v,
-            BLOCK_K=triton.next_power_of_2(self.key_dim),
+            BLOCK_K=triton.next_power_of_2(first.key_dim),
             **common,
         )
-        block_c = min(512, triton.next_power_of_2(self.num_channels))
-        grid = (triton.cdiv(self.num_channels, block_c), len(self.layers), num_reqs)
+        block_c = min(512, triton.next_power_of_2(first.num_channels))
+        grid = (triton.cdiv(first.num_channels, block_c), len(self.layers), num_reqs)
         _move_inputs_kernel[grid](
             self._conv_states,
             self._groups,
@@ -202,6 +146,7 @@ class StateCommit:
             *inputs.stride()[:2],
             state_indices.stride(0),
             path_rows.stride(0),
+            NUM_CHANNELS=first.num_channels,
             BLOCK_C=block_c,
             **common,
         )
@@ -209,7 +154,8 @@ class StateCommit:
 
 def _layout(layer: RecurrentLayer) -> tuple[object, ...]:
     tensors = (layer.conv_states, layer.states, layer.conv_weight, layer.conv_bias)
-    return tuple(t is not None and (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    layouts = (t is not None and (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    return (*layouts, layer.num_key_heads, layer.silu)
 
 
 def _triton_dtype(tensor: torch.Tensor) -> tl.dtype:
@@ -219,12 +165,12 @@ def _triton_dtype(tensor: torch.Tensor) -> tl.dtype:
 @triton.jit
 def _replay_kernel(
     states_ptr,  # [L] of [N, Hv, VALUE_DIM, KEY_DIM]
-    conv_states_ptr,  # [L] of [N, NUM_CHANNELS, WIDTH - 1 or more]
-    weights_ptr,  # [L] of [NUM_CHANNELS, WIDTH]
-    biases_ptr,  # [L] of [NUM_CHANNELS] if BIAS
+    conv_states_ptr,  # [L] of [N, C, WIDTH - 1 or more]
+    weights_ptr,  # [L] of [C, WIDTH]
+    biases_ptr,  # [L] of [C] if BIAS
     groups_ptr,  # [L]
-    inputs_ptr,  # [L, max_tree_rows, NUM_CHANNELS]
-    gates_ptr,  # [L, max_tree_rows, 2, Hv]
+    inputs_ptr,  # [L, max_tree_rows, C]
+    gates_ptr,  # [L, max_tree_rows, 3, Hv]
     starts_ptr,  # [R]
     state_indices_ptr,  # [groups, R]
     tail_lens_ptr,  # [R]
@@ -244,7 +190,6 @@ def _replay_kernel(
     gates_stride_g,
     index_stride,
     path_stride,
-    NUM_CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     INPUT: tl.constexpr,
     STATE: tl.constexpr,
@@ -356,7 +301,7 @@ def _path_conv(
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Output of the convolution at a step of the path, rounded as `conv.py` rounds; float32."""
+    """Output of the convolution at a step of the path, rounded as `inputs.py` rounds; float32."""
     acc = tl.zeros(channel.shape, tl.float32)
     if BIAS:
         acc += tl.load(biases_ptr + channel, mask=there, other=0.0).to(tl.float32)

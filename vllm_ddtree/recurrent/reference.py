@@ -4,13 +4,15 @@
 The recurrence (Gated DeltaNet, arXiv 2412.06464) of one value head, with the state S [V, K] as
 vLLM's cache has it, p the parent of row i, and S_p the committed state for the root:
 
-    S = exp(g_i) S_p        u_i = beta_i (v_i - S k_i)        S_i = S + u_i k_i^T        o_i = S_i q_i
+    S = exp(g_i) S_p     u_i = beta_i (v_i - S k_i)     S_i = S + u_i k_i^T     o_i = S_i q_i
 
 A tree is one chunk of it. Let G_i be the sum of g over the path from the root to row i, and A_il
 say that row l is a proper ancestor of row i:
 
-    (I + M) U = diag(beta) (V - diag(exp G) K S_0^T)     M_il = A_il beta_i exp(G_i - G_l) (k_i . k_l)
-    O = diag(exp G) Q S_0^T + P U                        P_il = (A_il or i = l) exp(G_i - G_l) (q_i . k_l)
+    (I + M) U = diag(beta) (V - diag(exp G) K S_0^T)
+    O = diag(exp G) Q S_0^T + P U
+    M_il = A_il beta_i exp(G_i - G_l) (k_i . k_l)
+    P_il = (A_il or i = l) exp(G_i - G_l) (q_i . k_l)
 
 Exponents are differences along a path, so none is positive. A chain is a tree whose rows are all
 ancestors of those after them. Functions take one request; heads are a dimension of the tensors.
