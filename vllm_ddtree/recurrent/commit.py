@@ -7,13 +7,12 @@ decoding has. What it needs is small: the rows' projections before the convoluti
 convolution's own state needs anyway), decays and betas. Keys and values follow from them again;
 updates (u of `reference.py`) need not be kept, nor be accurate enough to live on in a state.
 
-It runs after the walk, for all layers in one launch, and a second small launch moves the
-convolutions' committed inputs. The alternative is to replay at the beginning of the next round's
-verify kernel, which has the state at hand: that saves one read of the state in a round (of three
-accesses: verify reads, commit reads and writes). But then the cache holds stale states between two
-rounds, and whoever looks at it there would have to replay first: prefix caching, which copies
-states at block boundaries, prefill chunks and plain decoding of the same request, swapping out,
-sleep. Here the cache is at every step what vLLM takes it to be.
+It runs after the walk, in two launches for all layers. The alternative is to replay at the
+beginning of the next round's verify kernel, which has the state at hand. That saves one of the
+three times that a round moves a state (verify reads it, the commit reads and writes it). But then
+the cache holds stale states between two rounds, and whoever looks at it there would have to replay
+first: prefix caching, which copies states at block boundaries, prefill chunks and plain decoding of
+the same request, swapping out, sleep. Here the cache is at every step what vLLM takes it to be.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vllm_ddtree.recurrent.stash import Stash
 
 
 class StateCommit:
-    """Commits all recurrent layers of a target, in two launches.
+    """Commits all recurrent layers of a target.
 
     Args:
         layers: all of one shape, strides and dtype, in the stash's order. The commit keeps their
@@ -65,6 +64,8 @@ class StateCommit:
         biases = [layer.conv_bias for layer in layers if layer.conv_bias is not None]
         self._biases = pointers(biases) if biases else None
         self._groups = torch.tensor(list(groups), dtype=torch.int32, device=device)
+        # A pointer out of a table is of unknown alignment to the compiler.
+        self._alignment = 16 if all(t.states.data_ptr() % 16 == 0 for t in layers) else 1
 
     def commit(
         self,
@@ -77,6 +78,8 @@ class StateCommit:
     ) -> None:
         """Move the states of every request with a tree behind the last row of its path.
 
+        What the paths' rows stashed is used up.
+
         Args:
             rows: `starts` of the step that was verified.
             state_indices: int32 [groups, at least num_reqs], block of each request's states in
@@ -84,44 +87,51 @@ class StateCommit:
             tail_lens: int32 [at least num_reqs], tree rows of each request, 0 without a tree: such
                 a request is skipped.
             path_rows: int32 [at least num_reqs, P], ascending tree rows, the root first.
-            path_lens: int32 [at least num_reqs], rows of the path, the root included.
+            path_lens: int32 [at least num_reqs], rows of the path, the root included; at most P.
             num_reqs: requests of the step.
 
         """
         if num_reqs == 0:
             return
         first, inputs, gates = self.layers[0], self.stash.inputs, self.stash.gates
-        common = {
-            "WIDTH": first.width,
-            "INPUT": _triton_dtype(first.conv_states),
-            "num_warps": 4,
-        }
-        block_v = min(32, max(16, triton.next_power_of_2(first.value_dim)))
-        blocks_v = triton.cdiv(first.value_dim, block_v)
-        _replay_kernel[(blocks_v * first.num_heads, len(self.layers), num_reqs)](
-            self._states,
+        num_layers = len(self.layers)
+        of_step = (rows.starts, state_indices, tail_lens, path_rows, path_lens)
+        strides = (*inputs.stride()[:2], state_indices.stride(0), path_rows.stride(0))
+        block_p = triton.next_power_of_2(path_rows.shape[1])
+        block_c = min(triton.next_power_of_2(first.num_channels), max(32, 2048 // block_p))
+        _commit_inputs_kernel[(triton.cdiv(first.num_channels, block_c), num_layers, num_reqs)](
             self._conv_states,
             self._weights,
             self._biases,
             self._groups,
             inputs,
-            gates,
-            rows.starts,
-            state_indices,
-            tail_lens,
-            path_rows,
-            path_lens,
-            *first.states.stride()[:3],
+            *of_step,
+            *strides,
             *first.conv_states.stride(),
             first.conv_weight.stride(0),
-            *inputs.stride()[:2],
-            *gates.stride()[:3],
-            state_indices.stride(0),
-            path_rows.stride(0),
-            STATE=_triton_dtype(first.states),
+            NUM_CHANNELS=first.num_channels,
+            WIDTH=first.width,
             WEIGHT=_triton_dtype(first.conv_weight),
             BIAS=self._biases is not None,
             SILU=first.silu,
+            BLOCK_P=block_p,
+            BLOCK_C=block_c,
+            BLOCK_W=triton.next_power_of_2(first.width - 1),
+            num_warps=4,
+        )
+        block_v = min(32, triton.next_power_of_2(first.value_dim))
+        blocks_v = triton.cdiv(first.value_dim, block_v)
+        _replay_kernel[(blocks_v * first.num_heads, num_layers, num_reqs)](
+            self._states,
+            self._groups,
+            inputs,
+            gates,
+            *of_step,
+            *strides,
+            *gates.stride()[:3],
+            *first.states.stride()[:3],
+            STATE=_triton_dtype(first.states),
+            ALIGNMENT=self._alignment,
             GROUP=first.num_heads // first.num_key_heads,
             KEY_HEADS=first.num_key_heads,
             KEY_DIM=first.key_dim,
@@ -129,26 +139,7 @@ class StateCommit:
             BLOCKS_V=blocks_v,
             BLOCK_V=block_v,
             BLOCK_K=triton.next_power_of_2(first.key_dim),
-            **common,
-        )
-        block_c = min(512, triton.next_power_of_2(first.num_channels))
-        grid = (triton.cdiv(first.num_channels, block_c), len(self.layers), num_reqs)
-        _move_inputs_kernel[grid](
-            self._conv_states,
-            self._groups,
-            inputs,
-            rows.starts,
-            state_indices,
-            tail_lens,
-            path_rows,
-            path_lens,
-            *first.conv_states.stride(),
-            *inputs.stride()[:2],
-            state_indices.stride(0),
-            path_rows.stride(0),
-            NUM_CHANNELS=first.num_channels,
-            BLOCK_C=block_c,
-            **common,
+            num_warps=4,
         )
 
 
@@ -163,39 +154,162 @@ def _triton_dtype(tensor: torch.Tensor) -> tl.dtype:
 
 
 @triton.jit
+def _commit_inputs_kernel(
+    conv_states_ptr,  # [L] of [N, NUM_CHANNELS, WIDTH - 1 or more]
+    weights_ptr,  # [L] of [NUM_CHANNELS, WIDTH]
+    biases_ptr,  # [L] of [NUM_CHANNELS] if BIAS
+    groups_ptr,  # [L]
+    inputs_ptr,  # [L, max_tree_rows, NUM_CHANNELS]
+    starts_ptr,  # [R]
+    state_indices_ptr,  # [groups, R]
+    tail_lens_ptr,  # [R]
+    path_rows_ptr,  # [R, P]
+    path_lens_ptr,  # [R]
+    inputs_stride_l,
+    inputs_stride_t,
+    index_stride,
+    path_stride,
+    conv_stride_n,
+    conv_stride_c,
+    conv_stride_t,
+    weight_stride,
+    NUM_CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Puts the convolution's outputs in the place of the path's stashed inputs, and moves the
+    committed inputs on."""
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    layer = tl.program_id(1).to(tl.int64)
+    req = tl.program_id(2)
+    path_len = tl.minimum(tl.load(path_lens_ptr + req), tl.load(tail_lens_ptr + req))
+    group = tl.load(groups_ptr + layer)
+    state_index = tl.load(state_indices_ptr + group * index_stride + req).to(tl.int64)
+    if (path_len <= 0) | (state_index <= 0):
+        return
+
+    there = channel < NUM_CHANNELS
+    inputs_ptr += layer * inputs_stride_l
+    inputs_ptr += tl.load(starts_ptr + req).to(tl.int64) * inputs_stride_t
+    path_rows_ptr += req * path_stride
+    INPUT: tl.constexpr = inputs_ptr.dtype.element_ty
+    conv_states = tl.cast(tl.load(conv_states_ptr + layer), tl.pointer_type(INPUT))
+    conv_states += state_index * conv_stride_n
+    weights = tl.cast(tl.load(weights_ptr + layer), tl.pointer_type(WEIGHT))
+
+    step = tl.arange(0, BLOCK_P)
+    in_path = step < path_len
+    acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    if BIAS:
+        biases = tl.cast(tl.load(biases_ptr + layer), tl.pointer_type(WEIGHT))
+        acc += tl.load(biases + channel, mask=there, other=0.0).to(tl.float32)[None, :]
+    for age in tl.static_range(WIDTH):
+        x = _along_path(
+            step - (WIDTH - 1) + age,
+            in_path,
+            inputs_ptr,
+            inputs_stride_t,
+            conv_states,
+            conv_stride_t,
+            conv_stride_c,
+            path_rows_ptr,
+            channel,
+            there,
+            WIDTH,
+        )
+        weight = tl.load(weights + channel * weight_stride + age, mask=there, other=0.0)
+        acc += rounded_product(x, weight[None, :])
+    if SILU:
+        acc = acc / (1 + tl.exp(-acc))
+    age = tl.arange(0, BLOCK_W)
+    history = _along_path(
+        path_len - (WIDTH - 1) + age,
+        age < WIDTH - 1,
+        inputs_ptr,
+        inputs_stride_t,
+        conv_states,
+        conv_stride_t,
+        conv_stride_c,
+        path_rows_ptr,
+        channel,
+        there,
+        WIDTH,
+    )
+    # All is read before anything is overwritten.
+    tl.debug_barrier()
+    row = tl.load(path_rows_ptr + step, mask=in_path, other=0)
+    tl.store(
+        inputs_ptr + row[:, None] * inputs_stride_t + channel[None, :],
+        acc.to(INPUT),
+        mask=in_path[:, None] & there[None, :],
+    )
+    tl.store(
+        conv_states + age[:, None] * conv_stride_t + channel[None, :] * conv_stride_c,
+        history,
+        mask=(age < WIDTH - 1)[:, None] & there[None, :],
+    )
+
+
+@triton.jit
+def _along_path(
+    at,
+    in_rows,
+    inputs_ptr,
+    inputs_stride_t,
+    conv_states_ptr,
+    conv_stride_t,
+    conv_stride_c,
+    path_rows_ptr,
+    channel,
+    there,
+    WIDTH: tl.constexpr,
+):
+    """Inputs of steps `at` of a path; steps below 0 are committed, -1 the newest."""
+    drafted = in_rows & (at >= 0)
+    row = tl.load(path_rows_ptr + at, mask=drafted, other=0)
+    x = tl.load(
+        inputs_ptr + row[:, None] * inputs_stride_t + channel[None, :],
+        mask=drafted[:, None] & there[None, :],
+        other=0.0,
+    )
+    committed = tl.load(
+        conv_states_ptr
+        + (WIDTH - 1 + at)[:, None] * conv_stride_t
+        + channel[None, :] * conv_stride_c,
+        mask=(in_rows & (at < 0))[:, None] & there[None, :],
+        other=0.0,
+    )
+    return tl.where(drafted[:, None], x, committed)
+
+
+@triton.jit
 def _replay_kernel(
     states_ptr,  # [L] of [N, Hv, VALUE_DIM, KEY_DIM]
-    conv_states_ptr,  # [L] of [N, C, WIDTH - 1 or more]
-    weights_ptr,  # [L] of [C, WIDTH]
-    biases_ptr,  # [L] of [C] if BIAS
     groups_ptr,  # [L]
-    inputs_ptr,  # [L, max_tree_rows, C]
+    inputs_ptr,  # [L, max_tree_rows, C], convolved
     gates_ptr,  # [L, max_tree_rows, 3, Hv]
     starts_ptr,  # [R]
     state_indices_ptr,  # [groups, R]
     tail_lens_ptr,  # [R]
     path_rows_ptr,  # [R, P]
     path_lens_ptr,  # [R]
-    state_stride_n,
-    state_stride_h,
-    state_stride_v,
-    conv_stride_n,
-    conv_stride_c,
-    conv_stride_t,
-    weight_stride,
     inputs_stride_l,
     inputs_stride_t,
+    index_stride,
+    path_stride,
     gates_stride_l,
     gates_stride_t,
     gates_stride_g,
-    index_stride,
-    path_stride,
-    WIDTH: tl.constexpr,
-    INPUT: tl.constexpr,
+    state_stride_n,
+    state_stride_h,
+    state_stride_v,
     STATE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -214,159 +328,30 @@ def _replay_kernel(
     if (path_len <= 0) | (state_index <= 0):
         return
 
-    states = tl.cast(tl.load(states_ptr + layer), tl.pointer_type(STATE))
-    conv_states = tl.cast(tl.load(conv_states_ptr + layer), tl.pointer_type(INPUT))
-    conv_states += state_index * conv_stride_n
-    weights = tl.cast(tl.load(weights_ptr + layer), tl.pointer_type(WEIGHT))
-    biases = weights
-    if BIAS:
-        biases = tl.cast(tl.load(biases_ptr + layer), tl.pointer_type(WEIGHT))
     start = tl.load(starts_ptr + req).to(tl.int64)
     inputs_ptr += layer * inputs_stride_l + start * inputs_stride_t
     gates_ptr += layer * gates_stride_l + start * gates_stride_t + head
     path_rows_ptr += req * path_stride
-
     dim = tl.arange(0, BLOCK_K)
     in_dim = dim < KEY_DIM
     in_columns = column < VALUE_DIM
-    key_channel = KEY_HEADS * KEY_DIM + head // GROUP * KEY_DIM + dim
-    value_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    key_ptr = inputs_ptr + (KEY_HEADS + head // GROUP) * KEY_DIM + dim
+    value_ptr = inputs_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+
+    states = tl.cast(tl.load(states_ptr + layer), tl.pointer_type(STATE))
+    states = tl.multiple_of(states, ALIGNMENT)
+    states += state_index * state_stride_n + head * state_stride_h
+    places = column[:, None] * state_stride_v + dim[None, :]
     in_state = in_columns[:, None] & in_dim[None, :]
-    state_ptrs = (
-        states
-        + state_index * state_stride_n
-        + head * state_stride_h
-        + column[:, None] * state_stride_v
-        + dim[None, :]
-    )
-    state = tl.load(state_ptrs, mask=in_state, other=0.0).to(tl.float32)
+    state = tl.load(states + places, mask=in_state, other=0.0).to(tl.float32)
     for step in range(0, path_len):
-        k = _path_conv(
-            inputs_ptr,
-            inputs_stride_t,
-            conv_states,
-            conv_stride_c,
-            conv_stride_t,
-            weights,
-            weight_stride,
-            biases,
-            path_rows_ptr,
-            step,
-            key_channel,
-            in_dim,
-            WIDTH,
-            BIAS,
-            SILU,
-        )
-        v = _path_conv(
-            inputs_ptr,
-            inputs_stride_t,
-            conv_states,
-            conv_stride_c,
-            conv_stride_t,
-            weights,
-            weight_stride,
-            biases,
-            path_rows_ptr,
-            step,
-            value_channel,
-            in_columns,
-            WIDTH,
-            BIAS,
-            SILU,
-        )
+        row = tl.load(path_rows_ptr + step)
+        k = tl.load(key_ptr + row * inputs_stride_t, mask=in_dim, other=0.0).to(tl.float32)
+        v = tl.load(value_ptr + row * inputs_stride_t, mask=in_columns, other=0.0)
+        g = tl.load(gates_ptr + row * gates_stride_t)
+        beta = tl.load(gates_ptr + row * gates_stride_t + gates_stride_g)
         k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        gates = gates_ptr + tl.load(path_rows_ptr + step) * gates_stride_t
-        state *= tl.exp(tl.load(gates))
-        u = tl.load(gates + gates_stride_g) * (v - tl.sum(state * k[None, :], 1))
+        state *= tl.exp(g)
+        u = beta * (v.to(tl.float32) - tl.sum(state * k[None, :], 1))
         state += u[:, None] * k[None, :]
-    tl.store(state_ptrs, state.to(STATE), mask=in_state)
-
-
-@triton.jit
-def _path_conv(
-    inputs_ptr,
-    inputs_stride_t,
-    conv_states_ptr,
-    conv_stride_c,
-    conv_stride_t,
-    weights_ptr,
-    weight_stride,
-    biases_ptr,
-    path_rows_ptr,
-    step,
-    channel,
-    there,
-    WIDTH: tl.constexpr,
-    BIAS: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """Output of the convolution at a step of the path, rounded as `inputs.py` rounds; float32."""
-    acc = tl.zeros(channel.shape, tl.float32)
-    if BIAS:
-        acc += tl.load(biases_ptr + channel, mask=there, other=0.0).to(tl.float32)
-    for tap in tl.static_range(WIDTH):
-        at = step - (WIDTH - 1) + tap
-        if at >= 0:
-            row = tl.load(path_rows_ptr + at)
-            x = tl.load(inputs_ptr + row * inputs_stride_t + channel, mask=there, other=0.0)
-        else:
-            # Committed input at + WIDTH - 1, oldest first.
-            x = tl.load(
-                conv_states_ptr + (step + tap) * conv_stride_t + channel * conv_stride_c,
-                mask=there,
-                other=0.0,
-            )
-        weight = tl.load(weights_ptr + channel * weight_stride + tap, mask=there, other=0.0)
-        acc += rounded_product(x, weight)
-    if SILU:
-        acc = acc / (1 + tl.exp(-acc))
-    return acc.to(inputs_ptr.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def _move_inputs_kernel(
-    conv_states_ptr,  # [L] of [N, NUM_CHANNELS, WIDTH - 1 or more]
-    groups_ptr,  # [L]
-    inputs_ptr,  # [L, max_tree_rows, NUM_CHANNELS]
-    starts_ptr,  # [R]
-    state_indices_ptr,  # [groups, R]
-    tail_lens_ptr,  # [R]
-    path_rows_ptr,  # [R, P]
-    path_lens_ptr,  # [R]
-    conv_stride_n,
-    conv_stride_c,
-    conv_stride_t,
-    inputs_stride_l,
-    inputs_stride_t,
-    index_stride,
-    path_stride,
-    NUM_CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    INPUT: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    layer = tl.program_id(1).to(tl.int64)
-    req = tl.program_id(2)
-    path_len = tl.minimum(tl.load(path_lens_ptr + req), tl.load(tail_lens_ptr + req))
-    group = tl.load(groups_ptr + layer)
-    state_index = tl.load(state_indices_ptr + group * index_stride + req).to(tl.int64)
-    if (path_len <= 0) | (state_index <= 0):
-        return
-
-    there = channel < NUM_CHANNELS
-    conv_states = tl.cast(tl.load(conv_states_ptr + layer), tl.pointer_type(INPUT))
-    conv_states += state_index * conv_stride_n + channel * conv_stride_c
-    start = tl.load(starts_ptr + req).to(tl.int64)
-    inputs_ptr += layer * inputs_stride_l + start * inputs_stride_t + channel
-    # A channel is one thread's, and each input comes from further on: what is overwritten has been
-    # read.
-    for age in tl.static_range(WIDTH - 1):
-        step = path_len - (WIDTH - 1) + age
-        if step >= 0:
-            row = tl.load(path_rows_ptr + req * path_stride + step)
-            x = tl.load(inputs_ptr + row * inputs_stride_t, mask=there, other=0.0)
-        else:
-            x = tl.load(conv_states + (age + path_len) * conv_stride_t, mask=there, other=0.0)
-        tl.store(conv_states + age * conv_stride_t, x, mask=there)
+    tl.store(states + places, state.to(STATE), mask=in_state)

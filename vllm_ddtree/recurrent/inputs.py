@@ -90,7 +90,8 @@ def tree_inputs(
         NUM_HEADS=layer.num_heads,
         BLOCK_H=max(16, triton.next_power_of_2(layer.num_heads)),
         BLOCK_M=min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail))),
-        PRECISION="ieee" if a.dtype == torch.float32 else "tf32x3",
+        BLOCKS=step.max_tail > BLOCK_ROWS,
+        EXACT=a.dtype == torch.float32,
         num_warps=4,
         num_stages=1,
     )
@@ -137,7 +138,8 @@ def _tree_inputs_kernel(
     NUM_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,  # whether a tree may have more than BLOCK_M rows
+    EXACT: tl.constexpr,  # whether products are float32's own
 ):
     first = tl.program_id(1) * BLOCK_T
     req = tl.program_id(2)
@@ -167,7 +169,8 @@ def _tree_inputs_kernel(
                 NUM_HEADS,
                 BLOCK_H,
                 BLOCK_M,
-                PRECISION,
+                BLOCKS,
+                EXACT,
             )
         return
 
@@ -244,7 +247,8 @@ def _gates(
     NUM_HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Log decays, betas, and the decays' sums along paths, of all heads."""
     i = tl.arange(0, BLOCK_M)
@@ -252,7 +256,7 @@ def _gates(
     in_heads = head < NUM_HEADS
     rate = -tl.exp(tl.load(A_log_ptr + head, mask=in_heads, other=0.0).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + head, mask=in_heads, other=0.0).to(tl.float32)
-    for first in range(0, tail_len, BLOCK_M):
+    for first in range(0, tail_len if BLOCKS else 1, BLOCK_M):
         node = first + i
         in_tree = node < tail_len
         in_tile = in_tree[:, None] & in_heads[None, :]
@@ -268,10 +272,25 @@ def _gates(
             x = x.to(tl.float32) + dt_bias[None, :]
             g = rate[None, :] * tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
             sees = on_path(masks_ptr, mask_stride, num_words, node, in_tree, before, BLOCK_M)
-            total += tl.dot(sees.to(tl.float32), g, input_precision=PRECISION)
+            total = _add_selected(total, sees, g, EXACT)
         beta = tl.load(b_ptr + node[:, None] * b_stride + head[None, :], mask=in_tile, other=0.0)
         gates = gates_ptr + node[:, None] * gates_stride_t + head[None, :]
         # The last of the blocks is the rows' own.
         tl.store(gates, g, mask=in_tile)
         tl.store(gates + gates_stride_g, tl.sigmoid(beta.to(tl.float32)), mask=in_tile)
         tl.store(gates + 2 * gates_stride_g, total, mask=in_tile)
+
+
+@triton.jit
+def _add_selected(total, sees, g, EXACT: tl.constexpr):
+    """total + sees g, with all bits of the float32 g."""
+    selected = tl.where(sees, 1.0, 0.0)
+    if EXACT:
+        return tl.dot(selected, g, total, input_precision="ieee")
+    else:
+        selected = selected.to(tl.bfloat16)
+        for _ in tl.static_range(3):  # 8 bits each
+            part = g.to(tl.bfloat16)
+            g -= part.to(tl.float32)
+            total = tl.dot(selected, part, total)
+        return total

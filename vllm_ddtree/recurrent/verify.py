@@ -14,8 +14,10 @@ so log2(levels) steps give the inverse: 4 for trees of depth 15, whatever the nu
 T_s is an inverse in itself and its entries stay small, unlike the powers of M, which an expansion
 in them would have to cancel. Trees of more than one block of rows are solved block after block.
 
-Outputs are rounded to the model's dtype, and nothing else leaves this kernel: for bfloat16, TF32
-products are accurate enough for the solution.
+For bfloat16 rows the tensor cores' products serve, each with more bits than the outputs are rounded
+to: products of rows with rows are exact, float32 factors go in as two bfloat16 parts (16 bits), and
+the inverse, whose elements are at most 1 (a row's update is a contraction), as float16 (11 bits).
+Nothing but outputs leaves this kernel, so no error lives on in a state.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def tree_delta_rule(
         BLOCK_M=block_m,
         BLOCKS=step.max_tail > block_m,
         HALVINGS=max(2, (levels - 1).bit_length()),
-        PRECISION="ieee" if inputs.dtype == torch.float32 else "tf32",
+        EXACT=inputs.dtype == torch.float32,
         num_warps=4,
         num_stages=1,
     )
@@ -146,7 +148,7 @@ def _tree_delta_rule_kernel(
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,  # whether a tree may have more than BLOCK_M rows
     HALVINGS: tl.constexpr,  # log2 of the levels of a block, at least 2
-    PRECISION: tl.constexpr,  # of float32 products
+    EXACT: tl.constexpr,  # whether products are float32's own
 ):
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
@@ -175,7 +177,8 @@ def _tree_delta_rule_kernel(
     state_ptr = states_ptr + state_index * state_stride_n + head * state_stride_h
     state = _load_rows(state_ptr, column, state_stride_v, in_columns, dim, in_dim).to(tl.float32)
     i = tl.arange(0, BLOCK_M)
-    for first in range(0, tail_len, BLOCK_M):
+    # One block is no loop: a compiled loop keeps much more in registers than one pass needs.
+    for first in range(0, tail_len if BLOCKS else 1, BLOCK_M):
         node = first + i
         in_tree = node < tail_len
         q = _load_rows(query_ptr, node, inputs_stride, in_tree, dim, in_dim)
@@ -188,8 +191,8 @@ def _tree_delta_rule_kernel(
         k_norm = _inverse_norm(k)
 
         kept = tl.exp(total)
-        right = v - _state_product(k, state, PRECISION) * (kept * k_norm)[:, None]
-        out = _state_product(q, state, PRECISION) * (kept * q_norm)[:, None]
+        right = v - _state_product(k, state, EXACT) * (kept * k_norm)[:, None]
+        out = _state_product(q, state, EXACT) * (kept * q_norm)[:, None]
         if BLOCKS:
             for before in range(0, first, BLOCK_M):
                 earlier = before + i  # all in the tree
@@ -201,15 +204,15 @@ def _tree_delta_rule_kernel(
                 decay = _decay(sees, total, tl.load(total_ptr + earlier * gates_stride_t))
                 decay *= _inverse_norm(k_before)[None, :]
                 by_key = decay * tl.dot(k, tl.trans(k_before), input_precision="ieee")
-                right -= k_norm[:, None] * tl.dot(by_key, u_before, input_precision=PRECISION)
+                right -= k_norm[:, None] * _product(by_key, u_before, EXACT)
                 by_query = decay * tl.dot(q, tl.trans(k_before), input_precision="ieee")
-                out += q_norm[:, None] * tl.dot(by_query, u_before, input_precision=PRECISION)
+                out += q_norm[:, None] * _product(by_query, u_before, EXACT)
 
         sees = on_path(masks_ptr, mask_stride, num_words, node, in_tree, first, BLOCK_M)
         decay = _decay(sees, total, total) * k_norm[None, :]
         m = decay * (beta * k_norm)[:, None] * tl.dot(k, tl.trans(k), input_precision="ieee")
         m = tl.where(i[:, None] == i[None, :], 0.0, m)
-        u = _solve(m, level, right * beta[:, None], BLOCK_M, HALVINGS, PRECISION)
+        u = _solve(m, level, right * beta[:, None], BLOCK_M, HALVINGS, EXACT)
         if BLOCKS:
             tl.store(
                 updates_ptr + node[:, None] * updates_stride_t + column[None, :],
@@ -218,7 +221,7 @@ def _tree_delta_rule_kernel(
             )
             tl.debug_barrier()
         p = decay * q_norm[:, None] * tl.dot(q, tl.trans(k), input_precision="ieee")
-        out += tl.dot(p, u, input_precision=PRECISION)
+        out += _product(p, u, EXACT)
         tl.store(
             out_ptr + node[:, None] * out_stride_t + column[None, :],
             out.to(out_ptr.dtype.element_ty),
@@ -252,7 +255,7 @@ def _decay(sees, total, total_before):
 
 
 @triton.jit
-def _state_product(rows, state, PRECISION: tl.constexpr):
+def _state_product(rows, state, EXACT: tl.constexpr):
     """rows [M, K] times the transpose of the float32 state [V, K]."""
     if rows.dtype == tl.bfloat16:
         # The state in two parts: as bfloat16 alone it would lose what a float32 cache is for.
@@ -260,7 +263,7 @@ def _state_product(rows, state, PRECISION: tl.constexpr):
         low = (state - high.to(tl.float32)).to(tl.bfloat16)
         return tl.dot(rows, tl.trans(low), tl.dot(rows, tl.trans(high)))
     else:
-        return tl.dot(rows.to(tl.float32), tl.trans(state), input_precision=PRECISION)
+        return _product(rows.to(tl.float32), tl.trans(state), EXACT)
 
 
 @triton.jit
@@ -270,18 +273,40 @@ def _solve(
     right,  # [BLOCK_M, V]
     BLOCK_M: tl.constexpr,
     HALVINGS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """(I + m)^-1 right, where m leads from rows of lower levels to rows of higher ones."""
     i = tl.arange(0, BLOCK_M)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - _between_halves(m, level, 0)
     for s in tl.static_range(1, HALVINGS - 1):
-        between = tl.dot(inverse, _between_halves(m, level, s), input_precision=PRECISION)
-        inverse -= tl.dot(between, inverse, input_precision=PRECISION)
+        between = _small_product(inverse, _between_halves(m, level, s), EXACT)
+        inverse -= _small_product(between, inverse, EXACT)
     # The last step on the right side itself.
-    u = tl.dot(inverse, right, input_precision=PRECISION)
-    up = tl.dot(_between_halves(m, level, HALVINGS - 1), u, input_precision=PRECISION)
-    return u - tl.dot(inverse, up, input_precision=PRECISION)
+    u = _product(inverse, right, EXACT)
+    up = _product(_between_halves(m, level, HALVINGS - 1), u, EXACT)
+    return u - _product(inverse, up, EXACT)
+
+
+@triton.jit
+def _product(x, y, EXACT: tl.constexpr):
+    """x y of float32 matrices: as products of their bfloat16 parts, which have 16 bits together."""
+    if EXACT:
+        return tl.dot(x, y, input_precision="ieee")
+    else:
+        x_high = x.to(tl.bfloat16)
+        x_low = (x - x_high.to(tl.float32)).to(tl.bfloat16)
+        y_high = y.to(tl.bfloat16)
+        y_low = (y - y_high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
+
+
+@triton.jit
+def _small_product(x, y, EXACT: tl.constexpr):
+    """x y of float32 matrices with elements of the size of 1: in float16, which has 11 bits."""
+    if EXACT:
+        return tl.dot(x, y, input_precision="ieee")
+    else:
+        return tl.dot(x.to(tl.float16), y.to(tl.float16))
 
 
 @triton.jit
