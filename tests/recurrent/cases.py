@@ -200,6 +200,14 @@ class Step:
         )
         return out
 
+    def fill_stash(self, layer: RecurrentLayer, req: int, index: int = 0) -> None:
+        """What `convolve` stashes of the only request, without a kernel."""
+        rows, stash = self.tree_rows(req), self.stash[index]
+        stash.inputs[:] = self.inputs[index, rows]
+        a, b = self.a[index, rows].float(), self.b[index, rows].float()
+        stash.gates[:, 0] = reference.log_decays(a, layer.A_log, layer.dt_bias.float())
+        stash.gates[:, 1] = b.sigmoid()
+
     def verify(
         self, layer: RecurrentLayer, qkv: torch.Tensor, index: int = 0, block_v: int | None = None
     ) -> torch.Tensor:

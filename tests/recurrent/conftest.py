@@ -6,6 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ddtree.testing import cpu
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter(device: str) -> None:
+    if device == "cpu":
+        cpu.prepare()
+
 
 @pytest.fixture(autouse=True)
 def tensors_on_device(device: str) -> Iterator[None]:
