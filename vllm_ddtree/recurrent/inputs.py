@@ -11,6 +11,7 @@ touched: the commit moves them on once the path is known. For that the rows' inp
 from __future__ import annotations
 
 import torch
+from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.recurrent.layer import RecurrentLayer
@@ -92,6 +93,7 @@ def tree_inputs(
         BLOCK_M=min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail))),
         BLOCKS=step.max_tail > BLOCK_ROWS,
         EXACT=a.dtype == torch.float32,
+        OVERLAP=current_platform.is_arch_support_pdl(),
         num_warps=4,
         num_stages=1,
     )
@@ -140,7 +142,10 @@ def _tree_inputs_kernel(
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,  # whether a tree may have more than BLOCK_M rows
     EXACT: tl.constexpr,  # whether products are float32's own
+    OVERLAP: tl.constexpr,  # whether the verify kernel may start beside this one
 ):
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(1) * BLOCK_T
     req = tl.program_id(2)
     tail_len = tl.load(tail_lens_ptr + req)

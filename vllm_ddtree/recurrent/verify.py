@@ -23,6 +23,7 @@ Nothing but outputs leaves this kernel, so no error lives on in a state.
 from __future__ import annotations
 
 import torch
+from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.recurrent.layer import RecurrentLayer
@@ -39,6 +40,9 @@ def tree_delta_rule(
     block_v: int | None = None,
 ) -> None:
     """Write outputs of the tree rows; rows outside trees stay as they are.
+
+    `tree_inputs` of the same layer must be the kernel before this one: where the GPU can, this one
+    starts beside it and reads the state meanwhile.
 
     Args:
         layer: the committed states, which are read only.
@@ -99,7 +103,9 @@ def tree_delta_rule(
         BLOCKS=step.max_tail > block_m,
         HALVINGS=max(2, (levels - 1).bit_length()),
         EXACT=inputs.dtype == torch.float32,
-        num_warps=4,
+        launch_pdl=current_platform.is_arch_support_pdl(),
+        # The registers of four warps do not hold rows of 256.
+        num_warps=4 if layer.key_dim <= 128 else 8,
         num_stages=1,
     )
 
@@ -149,6 +155,7 @@ def _tree_delta_rule_kernel(
     BLOCKS: tl.constexpr,  # whether a tree may have more than BLOCK_M rows
     HALVINGS: tl.constexpr,  # log2 of the levels of a block, at least 2
     EXACT: tl.constexpr,  # whether products are float32's own
+    launch_pdl: tl.constexpr,  # whether this starts beside `tree_inputs`, the kernel before it
 ):
     column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     head = tl.program_id(1)
@@ -156,6 +163,8 @@ def _tree_delta_rule_kernel(
     tail_len = tl.load(tail_lens_ptr + req)
     state_index = tl.load(state_indices_ptr + req).to(tl.int64)
     if (tail_len == 0) | (state_index <= 0):
+        if launch_pdl:
+            tl.extra.cuda.gdc_wait()
         return
 
     root = (tl.load(query_start_loc_ptr + req + 1) - tail_len).to(tl.int64)
@@ -176,6 +185,9 @@ def _tree_delta_rule_kernel(
     in_columns = column < VALUE_DIM
     state_ptr = states_ptr + state_index * state_stride_n + head * state_stride_h
     state = _load_rows(state_ptr, column, state_stride_v, in_columns, dim, in_dim).to(tl.float32)
+    if launch_pdl:
+        # The state does not come from `tree_inputs`; all that follows does.
+        tl.extra.cuda.gdc_wait()
     i = tl.arange(0, BLOCK_M)
     # One block is no loop: a compiled loop keeps much more in registers than one pass needs.
     for first in range(0, tail_len if BLOCKS else 1, BLOCK_M):
