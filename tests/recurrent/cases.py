@@ -17,7 +17,7 @@ import torch
 
 from tests.attention.tree_cases import ancestor_sets, pack_masks, random_tree
 from vllm_ddtree.recurrent import reference
-from vllm_ddtree.recurrent.commit import StateCommit
+from vllm_ddtree.recurrent.commit import BlockMoves, StateCommit
 from vllm_ddtree.recurrent.inputs import tree_inputs
 from vllm_ddtree.recurrent.layer import RecurrentLayer
 from vllm_ddtree.recurrent.rows import RecurrentRows, TreeStep, prepare_recurrent_rows
@@ -236,6 +236,7 @@ class Step:
         paths: Sequence[Sequence[int]],
         groups: Sequence[int] = (0,),
         blocks: torch.Tensor | None = None,
+        moves: BlockMoves | None = None,
     ) -> None:
         """`paths`: rows of each request's path; empty without a tree. `blocks`: int32 [groups, R],
         by default one group's."""
@@ -251,6 +252,7 @@ class Step:
             # A request without a tree has a path of one row from the walk.
             torch.tensor([max(1, len(path)) for path in paths], dtype=torch.int32),
             self.num_reqs,
+            moves,
         )
 
     def reference(

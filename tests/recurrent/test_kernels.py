@@ -11,7 +11,7 @@ import torch
 
 from tests.recurrent.cases import Request, Sizes, Step, chain, make_layer, path_to, tree
 from vllm_ddtree.recurrent import reference
-from vllm_ddtree.recurrent.commit import StateCommit
+from vllm_ddtree.recurrent.commit import BlockMoves, StateCommit
 from vllm_ddtree.recurrent.rows import RecurrentRows
 from vllm_ddtree.recurrent.verify import tree_delta_rule
 
@@ -199,6 +199,37 @@ def test_layers_commit_in_one_launch() -> None:
         for req, state in zip((0, 2), states, strict=True):
             got = layer.states[blocks[group, req]].double()
             torch.testing.assert_close(got, state, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("boundary", [0, 1, 2, 4, 5])
+def test_states_at_block_boundaries(boundary: int) -> None:
+    """The states behind a path go to another block, those at a step of the path to a third."""
+    sizes = Sizes(heads=1, key_dim=16, value_dim=16)
+    step = Step(sizes, [Request(chain(7)), Request(tree(1, 6))])
+    step.blocks, step.state_indices[:] = [1, 2], torch.tensor([1, 2], dtype=torch.int32)
+    layer = make_layer(sizes, 8, 0)
+    before = [layer.states.clone(), layer.conv_states.clone()]
+    paths = [[0, 1, 2, 3, 4], [0]]
+    step.prepare()
+    step.convolve(layer)
+    wanted = [step.reference(layer, req) for req in (0, 1)]
+    moves = BlockMoves(
+        blocks=torch.tensor([[3, 2]], dtype=torch.int32),
+        boundary_steps=torch.tensor([boundary, 0], dtype=torch.int32),
+        boundary_blocks=torch.tensor([[4, 7]], dtype=torch.int32),
+    )
+    step.commit([layer], paths, moves=moves)
+    expected = {(3, 0, 4), (2, 1, 0)} | ({(4, 0, boundary - 1)} if boundary else set())
+    for block, req, row in expected:
+        state = layer.states[block].double()
+        torch.testing.assert_close(state, wanted[req][2][row], rtol=2e-5, atol=2e-5)
+        path, history = paths[req][: row + 1], before[1][step.blocks[req]].T[: sizes.width - 1]
+        committed = reference.commit_history(wanted[req][3].float(), path, history)
+        got = layer.conv_states[block].T[: sizes.width - 1]
+        torch.testing.assert_close(got, committed, rtol=0, atol=0)
+    kept = [block for block in range(8) if block not in {block for block, _, _ in expected}]
+    for now, then in zip((layer.states, layer.conv_states), before, strict=True):
+        torch.testing.assert_close(now[kept], then[kept], rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_and_taps() -> None:

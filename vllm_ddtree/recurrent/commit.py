@@ -13,11 +13,15 @@ three times that a round moves a state (verify reads it, the commit reads and wr
 the cache holds stale states between two rounds, and whoever looks at it there would have to replay
 first: prefix caching, which copies states at block boundaries, prefill chunks and plain decoding of
 the same request, swapping out, sleep. Here the cache is at every step what vLLM takes it to be.
+
+The replay also passes by every state on the way. Prefix caching asks for one of them: the state at
+a block boundary that the path leads over (`BlockMoves`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from vllm.triton_utils import tl, triton
@@ -26,6 +30,22 @@ from vllm_ddtree.recurrent.inputs import rounded_product
 from vllm_ddtree.recurrent.layer import RecurrentLayer
 from vllm_ddtree.recurrent.rows import RecurrentRows
 from vllm_ddtree.recurrent.stash import Stash
+
+
+@dataclass(frozen=True)
+class BlockMoves:
+    """Where states go if blocks are cached at multiples of their size (vLLM's mode "align").
+
+    A path can lead over such a boundary. The state there is one that no round ends with, and the
+    replay passes by it.
+    """
+
+    blocks: torch.Tensor
+    """int32 [groups, at least R], block that receives the states behind the path, by group."""
+    boundary_steps: torch.Tensor
+    """int32 [at least R], rows of the path up to the boundary; 0: the path leads over none."""
+    boundary_blocks: torch.Tensor
+    """int32 [groups, at least R], block that receives the states at the boundary."""
 
 
 class StateCommit:
@@ -75,6 +95,7 @@ class StateCommit:
         path_rows: torch.Tensor,
         path_lens: torch.Tensor,
         num_reqs: int,
+        moves: BlockMoves | None = None,
     ) -> None:
         """Move the states of every request with a tree behind the last row of its path.
 
@@ -89,14 +110,31 @@ class StateCommit:
             path_rows: int32 [at least num_reqs, P], ascending tree rows, the root first.
             path_lens: int32 [at least num_reqs], rows of the path, the root included; at most P.
             num_reqs: requests of the step.
+            moves: other blocks to write to; if not given, states stay in their blocks.
 
         """
         if num_reqs == 0:
             return
         first, inputs, gates = self.layers[0], self.stash.inputs, self.stash.gates
         num_layers = len(self.layers)
-        of_step = (rows.starts, state_indices, tail_lens, path_rows, path_lens)
-        strides = (*inputs.stride()[:2], state_indices.stride(0), path_rows.stride(0))
+        moved = moves.blocks if moves else state_indices
+        of_step = (
+            rows.starts,
+            state_indices,
+            moved,
+            moves.boundary_steps if moves else None,
+            moves.boundary_blocks if moves else None,
+            tail_lens,
+            path_rows,
+            path_lens,
+        )
+        strides = (
+            *inputs.stride()[:2],
+            state_indices.stride(0),
+            moved.stride(0),
+            moves.boundary_blocks.stride(0) if moves else 0,
+            path_rows.stride(0),
+        )
         block_p = triton.next_power_of_2(path_rows.shape[1])
         block_c = min(triton.next_power_of_2(first.num_channels), max(32, 2048 // block_p))
         _commit_inputs_kernel[(triton.cdiv(first.num_channels, block_c), num_layers, num_reqs)](
@@ -114,6 +152,7 @@ class StateCommit:
             WEIGHT=_triton_dtype(first.conv_weight),
             BIAS=self._biases is not None,
             SILU=first.silu,
+            MOVES=moves is not None,
             BLOCK_P=block_p,
             BLOCK_C=block_c,
             BLOCK_W=triton.next_power_of_2(first.width - 1),
@@ -132,6 +171,7 @@ class StateCommit:
             *first.states.stride()[:3],
             STATE=_triton_dtype(first.states),
             ALIGNMENT=self._alignment,
+            MOVES=moves is not None,
             GROUP=first.num_heads // first.num_key_heads,
             KEY_HEADS=first.num_key_heads,
             KEY_DIM=first.key_dim,
@@ -162,12 +202,17 @@ def _commit_inputs_kernel(
     inputs_ptr,  # [L, max_tree_rows, NUM_CHANNELS]
     starts_ptr,  # [R]
     state_indices_ptr,  # [groups, R]
+    moved_ptr,  # [groups, R]
+    boundary_steps_ptr,  # [R] if MOVES
+    boundary_blocks_ptr,  # [groups, R] if MOVES
     tail_lens_ptr,  # [R]
     path_rows_ptr,  # [R, P]
     path_lens_ptr,  # [R]
     inputs_stride_l,
     inputs_stride_t,
     index_stride,
+    moved_stride,
+    boundary_stride,
     path_stride,
     conv_stride_n,
     conv_stride_c,
@@ -178,6 +223,7 @@ def _commit_inputs_kernel(
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    MOVES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -198,8 +244,8 @@ def _commit_inputs_kernel(
     inputs_ptr += tl.load(starts_ptr + req).to(tl.int64) * inputs_stride_t
     path_rows_ptr += req * path_stride
     INPUT: tl.constexpr = inputs_ptr.dtype.element_ty
-    conv_states = tl.cast(tl.load(conv_states_ptr + layer), tl.pointer_type(INPUT))
-    conv_states += state_index * conv_stride_n
+    all_states = tl.cast(tl.load(conv_states_ptr + layer), tl.pointer_type(INPUT))
+    conv_states = all_states + state_index * conv_stride_n
     weights = tl.cast(tl.load(weights_ptr + layer), tl.pointer_type(WEIGHT))
 
     step = tl.arange(0, BLOCK_P)
@@ -240,6 +286,23 @@ def _commit_inputs_kernel(
         there,
         WIDTH,
     )
+    at_boundary = history
+    boundary = 0
+    if MOVES:
+        boundary = tl.load(boundary_steps_ptr + req)
+        at_boundary = _along_path(
+            boundary - (WIDTH - 1) + age,
+            age < WIDTH - 1,
+            inputs_ptr,
+            inputs_stride_t,
+            conv_states,
+            conv_stride_t,
+            conv_stride_c,
+            path_rows_ptr,
+            channel,
+            there,
+            WIDTH,
+        )
     # All is read before anything is overwritten.
     tl.debug_barrier()
     row = tl.load(path_rows_ptr + step, mask=in_path, other=0)
@@ -248,11 +311,14 @@ def _commit_inputs_kernel(
         acc.to(INPUT),
         mask=in_path[:, None] & there[None, :],
     )
-    tl.store(
-        conv_states + age[:, None] * conv_stride_t + channel[None, :] * conv_stride_c,
-        history,
-        mask=(age < WIDTH - 1)[:, None] & there[None, :],
-    )
+    places = age[:, None] * conv_stride_t + channel[None, :] * conv_stride_c
+    kept = (age < WIDTH - 1)[:, None] & there[None, :]
+    if MOVES:  # noqa: SIM102  decided when compiled
+        if boundary > 0:
+            block = tl.load(boundary_blocks_ptr + group * boundary_stride + req).to(tl.int64)
+            tl.store(all_states + block * conv_stride_n + places, at_boundary, mask=kept)
+    block = tl.load(moved_ptr + group * moved_stride + req).to(tl.int64)
+    tl.store(all_states + block * conv_stride_n + places, history, mask=kept)
 
 
 @triton.jit
@@ -295,12 +361,17 @@ def _replay_kernel(
     gates_ptr,  # [L, max_tree_rows, 3, Hv]
     starts_ptr,  # [R]
     state_indices_ptr,  # [groups, R]
+    moved_ptr,  # [groups, R]
+    boundary_steps_ptr,  # [R] if MOVES
+    boundary_blocks_ptr,  # [groups, R] if MOVES
     tail_lens_ptr,  # [R]
     path_rows_ptr,  # [R, P]
     path_lens_ptr,  # [R]
     inputs_stride_l,
     inputs_stride_t,
     index_stride,
+    moved_stride,
+    boundary_stride,
     path_stride,
     gates_stride_l,
     gates_stride_t,
@@ -310,6 +381,7 @@ def _replay_kernel(
     state_stride_v,
     STATE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    MOVES: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -340,10 +412,14 @@ def _replay_kernel(
 
     states = tl.cast(tl.load(states_ptr + layer), tl.pointer_type(STATE))
     states = tl.multiple_of(states, ALIGNMENT)
-    states += state_index * state_stride_n + head * state_stride_h
+    states += head * state_stride_h
     places = column[:, None] * state_stride_v + dim[None, :]
     in_state = in_columns[:, None] & in_dim[None, :]
-    state = tl.load(states + places, mask=in_state, other=0.0).to(tl.float32)
+    state = tl.load(states + state_index * state_stride_n + places, mask=in_state, other=0.0)
+    state = state.to(tl.float32)
+    boundary = 0
+    if MOVES:
+        boundary = tl.load(boundary_steps_ptr + req)
     for step in range(0, path_len):
         row = tl.load(path_rows_ptr + step)
         k = tl.load(key_ptr + row * inputs_stride_t, mask=in_dim, other=0.0).to(tl.float32)
@@ -354,4 +430,9 @@ def _replay_kernel(
         state *= tl.exp(g)
         u = beta * (v.to(tl.float32) - tl.sum(state * k[None, :], 1))
         state += u[:, None] * k[None, :]
-    tl.store(states + places, state.to(STATE), mask=in_state)
+        if MOVES:  # noqa: SIM102  decided when compiled
+            if step + 1 == boundary:
+                block = tl.load(boundary_blocks_ptr + group * boundary_stride + req).to(tl.int64)
+                tl.store(states + block * state_stride_n + places, state.to(STATE), mask=in_state)
+    block = tl.load(moved_ptr + group * moved_stride + req).to(tl.int64)
+    tl.store(states + block * state_stride_n + places, state.to(STATE), mask=in_state)
