@@ -80,7 +80,7 @@ class Case:
             self.drafts,
             self.depth,
             self.rankings,
-            self.meter.probabilities,
+            self.meter.built,
         )
 
     def unary_tree(self) -> None:
@@ -91,7 +91,7 @@ class Case:
             self.trees,
             self.drafts,
             self.depth,
-            self.meter.probabilities,
+            self.meter.built,
         )
 
     def dflash2(self) -> None:

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ddtree.testing import cpu
+from tests.conftest import BED
 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter(device: str) -> None:
-    if device == "cpu":
-        cpu.prepare()
+    if BED is not None:
+        BED.prepare()
 
 
 @pytest.fixture(autouse=True)

@@ -23,11 +23,11 @@ OUTPUTS = ("tokens", "parents", "depths", "masks", "num_nodes")
 
 
 def chain_only(trees: TreeBuffers) -> torch.Tensor:
-    return trees.chain
+    return trees.chain_only
 
 
 def chains(trees: TreeBuffers) -> torch.Tensor:
-    return trees.spines
+    return trees.chains
 
 
 def draw(rng, kind, *shape):

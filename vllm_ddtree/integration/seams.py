@@ -212,6 +212,12 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "DFlashSpeculator: sample_idx_mapping sample_indices",
         "DFlashSpeculator: load_draft_model(target_model, target_attn_layer_names)",
     ),
+    "vllm.v1.worker.gpu.spec_decode.dflash2.speculator": (
+        "DFlash2Speculator: _score_candidates(candidate_ids, unary_logits, hidden_states)",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.lilicorr.speculator": (
+        "LiLiCorrSpeculator: _score_candidates(candidate_ids, unary_logits, hidden_states)",
+    ),
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager: capture",),
     "vllm.v1.worker.gpu.spec_decode.utils": ("get_parallel_drafting_token_id(hf_config)",),
     "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils": (
