@@ -28,7 +28,7 @@ FLAT = [1.0] * 64
 
 
 @pytest.mark.parametrize("kind", [UniProcExecutor, MultiprocExecutor, RayDistributedExecutor])
-def test_one_scheduler_has_nothing_to_agree_on(kind: type) -> None:
+def test_one_scheduler_has_nothing_to_agree_on(kind: Any) -> None:
     assert agree.agreement(kind.__new__(kind)) is None
 
 
@@ -44,7 +44,7 @@ def test_a_scheduler_for_each_rank(
 
     group = SimpleNamespace(world_size=ranks, broadcast_object=broadcast_object)
     monkeypatch.setattr(agree, "get_tp_group", lambda: group)
-    kind = ExecutorWithExternalLauncher
+    kind: Any = ExecutorWithExternalLauncher
     agreed = agree.agreement(kind.__new__(kind))
     assert (agreed is not None) == agrees
     if agreed is not None:
@@ -79,7 +79,7 @@ def choices(seed: int, agreeing: bool) -> list[list[int]]:
             return copy.deepcopy(said[0])
 
         budget = AutoBudget(Costs(rounds), 8, 15, agree=agreed if agreeing else None)
-        watches.append(Watch(budget, Executor()))  # type: ignore[arg-type]
+        watches.append(Watch(budget, Executor()))
         noise.append(random.Random((seed, rank).__hash__()))
     chosen: list[list[int]] = [[], []]
     now = [0.0, 5.0]
