@@ -162,7 +162,7 @@ def gather_states(
 
 @triton.jit
 def _gather_states_kernel(
-    states,  # S of [num_tokens, HIDDEN_SIZE]
+    states_ptr,  # S of [num_tokens, HIDDEN_SIZE]
     strides,
     sources_ptr,  # [n]
     out_ptr,  # [n, S * HIDDEN_SIZE]
@@ -174,6 +174,6 @@ def _gather_states_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(sources_ptr + row)
     out_ptr += row * out_stride
-    for i in tl.static_range(len(states)):
-        state = tl.load(states[i] + source * strides[i] + column, mask=column < HIDDEN_SIZE)
+    for i in tl.static_range(len(states_ptr)):
+        state = tl.load(states_ptr[i] + source * strides[i] + column, mask=column < HIDDEN_SIZE)
         tl.store(out_ptr + i * HIDDEN_SIZE + column, state, mask=column < HIDDEN_SIZE)
