@@ -53,8 +53,33 @@ def test_every_number_of_requests_fits(seed: int) -> None:
 
 
 def scheduler(drafts: list[int], waiting: int = 0, most: int = 8) -> Any:
-    running = [SimpleNamespace(spec_token_ids=[-1] * n) for n in drafts]
-    return SimpleNamespace(running=running, waiting=[None] * waiting, max_num_running_reqs=most)
+    # A request without drafts prefills ten tokens.
+    running = [
+        SimpleNamespace(
+            spec_token_ids=[-1] * n,
+            num_tokens_with_spec=10,
+            num_output_placeholders=0,
+            num_computed_tokens=0,
+        )
+        for n in drafts
+    ]
+    config = SimpleNamespace(long_prefill_token_threshold=0)
+    return SimpleNamespace(
+        running=running,
+        waiting=[None] * waiting,
+        max_num_running_reqs=most,
+        scheduler_config=config,
+    )
+
+
+@pytest.mark.parametrize(("threshold", "left"), [(0, 9), (4, 14)])
+def test_prefills_ahead_take_their_tokens_first(threshold: int, left: int) -> None:
+    """Two prefills of ten tokens stand before two decodes: a step of 40 tokens has 20 left."""
+    of = scheduler([0, 0, 31, 31])
+    of.scheduler_config.long_prefill_token_threshold = threshold
+    rows = 40 if threshold == 0 else 60  # with a threshold half of the step is the limit
+    fit_step(of, StepTokens(rows, rows, 0), ())
+    assert lengths(of) == [0, 0, left, left]
 
 
 def lengths(of: Any) -> list[int]:

@@ -112,3 +112,24 @@ def test_a_prefill_goes_on_beside_wide_trees(nano_pair: Pair) -> None:
             results.append(generate(llm, prompts, params).token_ids)
     assert results[1] == results[0]
     assert waits.decode <= MOST_STEPS and waits.prefill <= MOST_STEPS
+
+
+def test_decodes_behind_long_prefills_go_on(nano_pair: Pair) -> None:
+    """Two prefills with a threshold of 64 tokens stand before six decodes in steps of 200."""
+    prompts = [[5 + (7 * i + n) % 1900 for i in range(n)] for n in (400, 400, 1, 1, 1, 1, 1, 1)]
+    engine = {
+        **ENGINE,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 200,
+        "long_prefill_token_threshold": 64,
+    }
+    results = []
+    for budget in (None, 31):
+        spec = None
+        if budget:
+            spec = {"method": "ddtree", "model": str(nano_pair.drafter), "budget": budget}
+        with open_engine(nano_pair.target, spec, **engine) as llm:
+            waits = Waits(llm)
+            results.append(generate(llm, prompts, greedy(20)).token_ids)
+    assert results[1] == results[0]
+    assert waits.decode <= MOST_STEPS

@@ -106,6 +106,25 @@ def fit_schedule(ranges: Sequence[Range], tokens: StepTokens, max_num_seqs: int)
     return fitted if changed else list(ranges)
 
 
+def _tokens_ahead(scheduler: Scheduler) -> int:
+    """Tokens that vLLM gives to requests without drafts ahead of the last one that has drafts.
+
+    vLLM serves running requests in their order. A prefill takes what it needs, at most
+    `--long-prefill-token-threshold` (v1/core/sched/scheduler.py, `schedule`).
+    """
+    running = scheduler.running
+    last = max(i for i, request in enumerate(running) if request.spec_token_ids)
+    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    tokens = 0
+    for request in running[:last]:
+        if request.spec_token_ids:
+            continue
+        known = request.num_tokens_with_spec + request.num_output_placeholders
+        needed = known - request.num_computed_tokens
+        tokens += min(needed, threshold) if threshold > 0 else needed
+    return tokens
+
+
 def fit_step(scheduler: Scheduler, tokens: StepTokens, budgets: Iterable[int]) -> int | None:
     """Cut the drafts of running requests so that a step has rows for all of them.
 
@@ -130,7 +149,8 @@ def fit_step(scheduler: Scheduler, tokens: StepTokens, budgets: Iterable[int]) -
     admits = scheduler.waiting and len(running) < scheduler.max_num_running_reqs
     if len(drafting) < len(running) or admits:
         # Of the other half a prefill takes what it needs; plain decodes need one row each.
-        rows = max(rows // 2, len(drafting))
+        left = rows - _tokens_ahead(scheduler)
+        rows = max(min(rows // 2, left), len(drafting))
     longest = max(len(request.spec_token_ids) for request in drafting)
     if sum(1 + len(request.spec_token_ids) for request in drafting) <= rows:
         return None
