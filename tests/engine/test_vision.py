@@ -219,6 +219,7 @@ def drafts(pair: Pair, spec: dict[str, Any]) -> dict[tuple[int, ...], list[int]]
     return found
 
 
+@pytest.mark.parametrize("plain", [vision.qwen3_vl], indirect=True)
 def test_drafts_are_those_of_vllms_chain(plain: Plain) -> None:
     """A tree of one candidate a position is vLLM's chain: the drafter's positions and context are
     vLLM's, behind images too."""
@@ -228,6 +229,7 @@ def test_drafts_are_those_of_vllms_chain(plain: Plain) -> None:
     assert ours == theirs
 
 
+@pytest.mark.parametrize("plain", [vision.qwen3_vl], indirect=True)
 def test_preemption(plain: Plain, seen: Seen) -> None:
     """Eleven KV blocks for four requests: those that are resumed are prompts again, images and
     all, with what they have said so far."""

@@ -2,9 +2,9 @@
 """Positions of several axes (M-RoPE, XD-RoPE) for the rows of trees.
 
 vLLM fills the positions of such a target by row (v1/worker/gpu/mm/rope.py). A row of the prompt has
-its own position on each axis. A row behind the prompt has one value on all axes: its linear
-position plus the request's delta, which is what images and videos have saved or added. vLLM takes
-drafts for a chain, so it counts on from row to row. A node of a tree stands at its depth instead.
+its own position on each axis. A row behind the prompt has one value on all axes: the number of
+tokens before it plus the request's delta, which is what images and videos have saved or added. vLLM
+takes drafts for a chain, so it counts on from row to row. A node of a tree stands at its depth.
 """
 
 from typing import TYPE_CHECKING
@@ -32,10 +32,9 @@ def place_nodes(
     image's, so a root may stand at another place on each axis; its nodes never do.
 
     Args:
-        rows: filled for the batch; their `positions` are the linear ones.
+        rows: filled for the batch; their `positions` have one axis and count tokens.
         layout: of the batch.
-        deltas: int32 [max_num_reqs], by index: what a request's positions are beyond the linear
-            ones behind its prompt.
+        deltas: int32 [max_num_reqs], by index: what is added to them behind the prompt.
         positions: int64 [axes, num_tokens or more], written.
         max_tree_rows: rows of the largest tree; it sizes the grid and does not change the result.
 
@@ -55,7 +54,7 @@ def place_nodes(
 
 @triton.jit(do_not_specialize=["axis_stride"])
 def _place_nodes_kernel(
-    linear_ptr,  # [num_tokens]
+    row_positions_ptr,  # [num_tokens]
     tail_lens_ptr,  # [num_reqs]
     indices_ptr,  # [num_reqs]
     query_start_loc_ptr,  # [num_reqs + 1]
@@ -77,6 +76,6 @@ def _place_nodes_kernel(
         for i in range(root + first, end, step):
             row = i + tl.arange(0, BLOCK)
             is_node = (row > root) & (row < end)
-            position = tl.load(linear_ptr + row, mask=is_node, other=0) + delta
+            position = tl.load(row_positions_ptr + row, mask=is_node, other=0) + delta
             for axis in tl.static_range(NUM_AXES):
                 tl.store(positions_ptr + axis * axis_stride + row, position, mask=is_node)
