@@ -91,6 +91,9 @@ def tree(seed: int, num_rows: int, max_depth: int = 15) -> list[int]:
 class Step:
     """One step of a batch: rows of every request, and what the model gives a layer for them."""
 
+    make_layer = staticmethod(make_layer)
+    """The layer of this kind of recurrence."""
+
     def __init__(
         self,
         sizes: Sizes,
