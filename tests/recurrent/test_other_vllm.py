@@ -46,10 +46,15 @@ def test_mamba2() -> None:
 
 
 @pytest.mark.parametrize("kind", [KDAStep, BoundedKDAStep])
-def test_kda(kind: type[KDAStep]) -> None:
+def test_kda(kind: type[KDAStep], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of all rows, and the state after the accepted ones: vLLM keeps one for each row."""
-    from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent_kda
+    from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
+    from vllm.triton_utils import tl
 
+    if device == "cpu":
+        # Triton's interpreter replaces the functions of `tl`, not other names of them.
+        monkeypatch.setattr(fused_recurrent, "exp", lambda x: tl.exp(x))
+        monkeypatch.setattr(fused_recurrent, "log", lambda x: tl.log(x))
     s = Sizes(key_heads=2, heads=2, key_dim=32, value_dim=32)
     step = kind(s, [Request(chain(8)), Request(chain(5))])
     layer = step.make_layer(s, step.num_blocks, 0)
@@ -64,7 +69,7 @@ def test_kda(kind: type[KDAStep]) -> None:
     slots = torch.arange(1, 17, dtype=torch.int32).view(2, 8) + 2
     states = torch.zeros(20, s.heads, s.value_dim, s.key_dim)
     states[slots[:, 0].long()] = layer.states[step.blocks]
-    wanted, _ = fused_recurrent_kda(
+    wanted, _ = fused_recurrent.fused_recurrent_kda(
         q=q,
         k=k,
         v=v,
