@@ -94,7 +94,9 @@ def kda_gates(
     if {t.stride(-1) for t in (raw, raw_beta, gates, totals, step.masks)} != {1}:
         raise ValueError("tensors must be contiguous in their last dimension")
     block_m = min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail)))
-    grid = (triton.cdiv(step.max_tail, block_m), layer.num_heads, step.num_reqs)
+    block_k = min(32, max(16, triton.next_power_of_2(layer.key_dim)))
+    blocks_k = triton.cdiv(layer.key_dim, block_k)
+    grid = (triton.cdiv(step.max_tail, block_m) * blocks_k, layer.num_heads, step.num_reqs)
     _gates_kernel[grid](
         raw,
         raw_beta,
@@ -116,7 +118,8 @@ def kda_gates(
         *gates.stride()[:2],
         *totals.stride()[:2],
         KEY_DIM=layer.key_dim,
-        BLOCK_K=max(16, triton.next_power_of_2(layer.key_dim)),
+        BLOCK_K=block_k,
+        BLOCKS_K=blocks_k,
         BLOCK_M=block_m,
         BOUNDED=layer.lower_bound is not None,
         EXACT=raw.dtype == torch.float32,
@@ -150,11 +153,13 @@ def _gates_kernel(
     totals_stride_h,
     KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCKS_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BOUNDED: tl.constexpr,
     EXACT: tl.constexpr,  # whether products are float32's own
 ):
-    first = tl.program_id(0) * BLOCK_M
+    first = tl.program_id(0) // BLOCKS_K * BLOCK_M
+    dim = tl.program_id(0) % BLOCKS_K * BLOCK_K + tl.arange(0, BLOCK_K)
     head = tl.program_id(1)
     req = tl.program_id(2)
     tail_len = tl.load(tail_lens_ptr + req)
@@ -168,7 +173,6 @@ def _gates_kernel(
     totals_ptr += start * totals_stride_t + head * totals_stride_h
 
     i = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_K)
     in_dim = dim < KEY_DIM
     rate = tl.exp(tl.load(A_log_ptr + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + head * dt_bias_stride + dim, mask=in_dim, other=0.0)
@@ -190,6 +194,8 @@ def _gates_kernel(
     # The last of the blocks is the rows' own.
     tl.store(gates_ptr + node[:, None] * gates_stride_t + dim[None, :], g, mask=in_tile)
     tl.store(totals_ptr + node[:, None] * totals_stride_t + dim[None, :], total, mask=in_tile)
-    beta = tl.load(raw_beta_ptr + (root + node) * raw_beta_stride + head, mask=in_tree, other=0.0)
-    beta = tl.sigmoid(beta.to(tl.float32))
-    tl.store(gates_ptr + node * gates_stride_t + KEY_DIM, beta, mask=in_tree)
+    if tl.program_id(0) % BLOCKS_K == 0:
+        raw_beta_ptr += root * raw_beta_stride + head
+        beta = tl.load(raw_beta_ptr + node * raw_beta_stride, mask=in_tree, other=0.0)
+        beta = tl.sigmoid(beta.to(tl.float32))
+        tl.store(gates_ptr + node * gates_stride_t + KEY_DIM, beta, mask=in_tree)

@@ -70,7 +70,13 @@ def mamba2_gates(
     if {t.stride(-1) for t in (raw, gates, step.masks)} != {1}:
         raise ValueError("tensors must be contiguous in their last dimension")
     block_m = _block_rows(step)
-    _gates_kernel[(triton.cdiv(step.max_tail, block_m), step.num_reqs)](
+    block_h = min(32, max(16, triton.next_power_of_2(layer.num_heads)))
+    grid = (
+        triton.cdiv(step.max_tail, block_m),
+        triton.cdiv(layer.num_heads, block_h),
+        step.num_reqs,
+    )
+    _gates_kernel[grid](
         raw,
         layer.A,
         layer.dt_bias,
@@ -85,7 +91,7 @@ def mamba2_gates(
         step.masks.shape[1],
         *gates.stride()[:2],
         NUM_HEADS=layer.num_heads,
-        BLOCK_H=max(16, triton.next_power_of_2(layer.num_heads)),
+        BLOCK_H=block_h,
         BLOCK_M=block_m,
         EXACT=raw.dtype == torch.float32,
         num_warps=4,
@@ -190,7 +196,8 @@ def _gates_kernel(
     EXACT: tl.constexpr,  # whether products are float32's own
 ):
     first = tl.program_id(0) * BLOCK_M
-    req = tl.program_id(1)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    req = tl.program_id(2)
     tail_len = tl.load(tail_lens_ptr + req)
     if (first >= tail_len) | (tl.load(state_indices_ptr + req) <= 0):
         return
@@ -200,7 +207,6 @@ def _gates_kernel(
     gates_ptr += tl.load(starts_ptr + req).to(tl.int64) * gates_stride_t
 
     i = tl.arange(0, BLOCK_M)
-    head = tl.arange(0, BLOCK_H)
     in_heads = head < NUM_HEADS
     rate = tl.load(A_ptr + head, mask=in_heads, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head, mask=in_heads, other=0.0).to(tl.float32)
