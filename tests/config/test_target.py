@@ -22,7 +22,7 @@ def test_a_sliding_window_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("attribute", "value", "what"),
     [
-        ("is_hybrid", True, "recurrent layers"),
+        ("is_hybrid", True, "recurrent layers other than gated delta net"),
         ("is_attention_free", True, "recurrent layers"),
         ("is_encoder_decoder", True, "an encoder"),
         ("uses_mrope", True, "M-RoPE"),
