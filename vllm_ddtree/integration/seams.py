@@ -207,6 +207,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "MambaHybridModelState: postprocess_state(idx_mapping, num_sampled, num_computed_tokens)",
     ),
     "vllm.v1.worker.gpu.block_table": ("BlockTables: input_block_tables",),
+    "vllm.v1.worker.mamba_utils": ("get_mamba_groups(kv_cache_config)",),
     # Recurrent layers.
     "vllm.model_executor.layers.mamba.abstract": (
         "MambaBase: get_kv_cache_spec(vllm_config) get_attn_backend() get_state_shape()",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.v1.worker.mamba_utils import get_mamba_groups
 
 from vllm_ddtree.recurrent.blocks import StateBlocks
 from vllm_ddtree.recurrent.capacity import max_tree_rows
@@ -130,7 +131,7 @@ class RecurrentTarget:
         ]
         groups = [(gid, names) for gid, names in groups if names]
         self._groups = {name: row for row, (_, names) in enumerate(groups) for name in names}
-        spec = kv_cache_config.kv_cache_groups[groups[0][0]].kv_cache_spec
+        spec = next(iter(get_mamba_groups(kv_cache_config)))
         aligned = spec.mamba_cache_mode == "align"
         if aligned and spec.block_size <= self.runtime.num_rows:
             raise ValueError(
