@@ -30,10 +30,33 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
-def check_engine_args(engine_args: EngineArgs) -> None:
-    """Raise ValueError for what vLLM itself would refuse with advice that misleads here."""
-    if engine_args.enable_lora:
-        raise bad_flag("--enable-lora", True, "leave it out")
+def check_adapters(engine_args: EngineArgs, spec: SpeculativeConfig) -> None:
+    """Raise ValueError where vLLM refuses LoRA for want of tokens in a step.
+
+    vLLM demands a step that holds the verify rows of all running requests
+    (`EngineArgs.create_engine_config`), and its words name keys that do not exist here.
+
+    Args:
+        engine_args: as far as vLLM has completed them when it refused.
+        spec: made from them.
+
+    """
+    tokens, limit = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    if not (engine_args.enable_lora and isinstance(spec, DDTreeConfig) and tokens and limit):
+        return
+    needed = limit * (spec.budget + 1)
+    if tokens >= needed:
+        return
+    budget = f"auto (up to {spec.budget})" if spec.auto_budget else spec.budget
+    ways = [f"raise it to {needed}"]
+    if tokens > spec.budget:
+        ways.append(f"lower --max-num-seqs to {tokens // (spec.budget + 1)}")
+    if tokens >= 2 * limit:
+        ways.append(f"set budget to {tokens // limit - 1} or less")
+    raise ValueError(
+        f"--max-num-batched-tokens={tokens} is too small for --enable-lora with method ddtree, "
+        f"budget={budget} and --max-num-seqs={limit}: {', or '.join(ways)}"
+    )
 
 
 def finish_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:

@@ -69,6 +69,8 @@ class _Asked:
 
 _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 """Set while an engine's configuration is made."""
+_made: ContextVar[Any] = ContextVar("made", default=None)
+"""The speculative configuration made in the course of it."""
 
 
 def _take_named_drafter(engine_args: EngineArgs, asked: _Asked, keys: dict[str, Any]) -> None:
@@ -109,7 +111,9 @@ def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any
         integration.require()
         from vllm_ddtree.config.speculative import make_config
 
-        return make_config(keys, target_model_config, target_parallel_config)
+        spec = make_config(keys, target_model_config, target_parallel_config)
+        _made.set(spec)
+        return spec
 
     return create
 
@@ -123,12 +127,16 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         from vllm_ddtree.config import engine
 
-        engine.check_engine_args(self)
-        token = _asked.set(asked)
+        tokens = _asked.set(asked), _made.set(None)
         try:
             vllm_config = original(self, *args, **kwargs)
+        except ValueError as error:
+            if "max_num_batched_tokens" in str(error):
+                engine.check_adapters(self, _made.get())
+            raise
         finally:
-            _asked.reset(token)
+            _asked.reset(tokens[0])
+            _made.reset(tokens[1])
         engine.finish_engine_config(self, vllm_config)
         return vllm_config
 

@@ -74,3 +74,19 @@ def sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return sample
+
+
+def set_active_loras(original: Callable[..., None]) -> Callable[..., None]:
+    """`LoRAModelRunnerMixin._set_active_loras`, of a step or of a dummy step."""
+
+    def set_active(
+        self: GPUModelRunner, prompt_lora_mapping: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if is_ddtree(self.vllm_config.speculative_config):
+            from vllm_ddtree.workarounds import lora_logits
+
+            if (num_logits := self.model_state.take_num_logits()) is not None:
+                prompt_lora_mapping = lora_logits.by_row(prompt_lora_mapping, num_logits)
+        original(self, prompt_lora_mapping, *args, **kwargs)
+
+    return set_active

@@ -177,6 +177,12 @@ PATCHES = (
         When.CONFIGURED,
         "The auto budget's chains have graphs beside those of the trees.",
     ),
+    Patch(
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
+        f"{_OURS}.runner:set_active_loras",
+        When.CONFIGURED,
+        "Every row that is sampled has its request's adapter.",
+    ),
     # Worker.
     Patch(
         "vllm.v1.worker.gpu_worker:Worker.sleep",
