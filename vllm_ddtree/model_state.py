@@ -165,9 +165,11 @@ class DDTreeModelState(DefaultModelState):
                 self.runtime, self._target_caches.compactors, block_tables, input_batch.seq_lens
             )
         # The drafter's layers run later, with metadata of their own. Where they share a group with
-        # the target's (vLLM's chain) they cost nothing here.
-        of_drafter = self._draft_names.issuperset
-        attn_groups = [[g for g in kv if not of_drafter(g.layer_names)] for kv in attn_groups]
+        # the target's (vLLM's chain) they cost nothing here. A KV connector that loads before the
+        # forward asks for the metadata of all layers whose keys it brings.
+        if self.vllm_config.kv_transfer_config is None:
+            of_drafter = self._draft_names.issuperset
+            attn_groups = [[g for g in kv if not of_drafter(g.layer_names)] for kv in attn_groups]
         return super().prepare_attn(
             input_batch,
             cudagraph_mode,

@@ -124,9 +124,6 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     for flag, value in (
         ("--enable-dbo", parallel.enable_dbo),
         ("--enable-batch-sharded-sampling", parallel.enable_batch_sharded_sampling),
-        # vLLM makes a KV transfer of an offload.
-        ("--kv-offloading-size", cache.kv_offloading_size),
-        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
         ("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill),
         (
             "--enable-return-routed-experts or --aux-output-config",
