@@ -9,7 +9,8 @@ both readings must be the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -19,6 +20,9 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 def config(**more: Any) -> dict[str, Any]:
@@ -34,6 +38,21 @@ def config(**more: Any) -> dict[str, Any]:
             **more,
         },
     }
+
+
+def over_files(folder: Path, role: str) -> dict[str, Any]:
+    """`kv_transfer_config` of an engine that gives prompts' blocks over files, or takes them."""
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+def drain(llm: LLM) -> None:
+    """Let an engine end the step that asynchronous scheduling has begun for nobody."""
+    for _ in range(3):
+        llm.llm_engine.step()
 
 
 class HostWorker(OffloadingWorker):

@@ -8,7 +8,7 @@ prefill engine to a decode engine, by vLLM's ExampleConnector, over files.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -25,9 +25,6 @@ from tests.engine.harness import (
     run_engine,
 )
 
-if TYPE_CHECKING:
-    from vllm import LLM
-
 LONG = PROMPTS[5]  # 101 tokens of nano
 BLOCK = 32
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 3}
@@ -40,8 +37,8 @@ def rounds(result: Result) -> list[list[int]]:
     return [list(o.outputs[0].spec_decode_metrics.per_step_accepted) for o in result.outputs]
 
 
-def cached(result: Result) -> list[int | None]:
-    return [output.num_cached_tokens for output in result.outputs]
+def cached(result: Result) -> list[int]:
+    return [output.num_cached_tokens or 0 for output in result.outputs]
 
 
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
@@ -64,12 +61,12 @@ def test_blocks_come_back_from_the_host(
         hit = generate(llm, prompts, turn)
         worker = offload.HostWorker.latest
         assert worker is not None
-        drain(llm)
+        offload.drain(llm)
         before = worker.num_loaded  # at most the last block of each, which a hit leaves out
         assert before <= len(prompts) and llm.reset_prefix_cache()
         back = generate(llm, prompts, turn)
         loaded = worker.num_loaded - before
-        drain(llm)
+        offload.drain(llm)
         assert llm.reset_prefix_cache(reset_connector=True)
         cold = generate(llm, prompts, turn)
         assert worker.num_loaded == before + loaded
@@ -80,12 +77,6 @@ def test_blocks_come_back_from_the_host(
     assert hit.token_ids == back.token_ids == cold.token_ids == plain.token_ids
     assert rounds(hit) == rounds(back) == rounds(cold)
     assert sum(map(sum, rounds(back))) > 0
-
-
-def drain(llm: LLM) -> None:
-    """Let an engine end the step that asynchronous scheduling has begun for nobody."""
-    for _ in range(3):
-        llm.llm_engine.step()
 
 
 def test_preempted_requests_come_back_from_the_host(
@@ -111,14 +102,6 @@ def test_preempted_requests_come_back_from_the_host(
     assert result.token_ids == expected.token_ids
 
 
-def over_files(folder: Path, role: str) -> dict[str, Any]:
-    return {
-        "kv_connector": "ExampleConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
-
-
 def test_a_prefill_engine_and_a_decode_engine(nano_pair: Pair, tmp_path: Path) -> None:
     """The drafter's context comes with the target's."""
     keys = {"block_size": BLOCK, "enable_prefix_caching": False}
@@ -128,11 +111,11 @@ def test_a_prefill_engine_and_a_decode_engine(nano_pair: Pair, tmp_path: Path) -
     one = [greedy(1), greedy(1, **SEEDED)]
     run_engine(
         nano_pair.target, ddtree(nano_pair, 15), prompts, one,
-        kv_transfer_config=over_files(tmp_path, "kv_producer"), **keys,
+        kv_transfer_config=offload.over_files(tmp_path, "kv_producer"), **keys,
     )  # fmt: skip
     decoded = run_engine(
         nano_pair.target, ddtree(nano_pair, 15), prompts, params,
-        kv_transfer_config=over_files(tmp_path, "kv_consumer"), **keys, **DETAILS,
+        kv_transfer_config=offload.over_files(tmp_path, "kv_consumer"), **keys, **DETAILS,
     )  # fmt: skip
     assert min(cached(decoded)) >= BLOCK, "nothing came from the prefill engine"
     assert decoded.token_ids == alone.token_ids == plain.token_ids
