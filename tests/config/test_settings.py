@@ -16,8 +16,7 @@ from tests.config.building import build, refusal
     [
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size=2", "set it to 1"]),
         ({"data_parallel_size": 2}, ["--data-parallel-size=2", "set it to 1"]),
-        ({"kv_offloading_size": 1.0}, ["--kv-offloading-size=1.0", "leave it out"]),
-        ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds", "leave it out"]),
+        ({"watermark_config": {"key": 7711}}, ["--watermark-config={...}", "leave it out"]),
         (
             {"max_num_batched_tokens": 24, "max_num_seqs": 2, "enable_chunked_prefill": True},
             ["--max-num-batched-tokens=24", "budget=auto", "at least"],
@@ -34,6 +33,7 @@ def test_wrong_engines(more: dict[str, Any], parts: list[str]) -> None:
     message = refusal(lambda: build(**more))
     for part in ("ddtree", *parts) if "max_num_seqs" not in more else parts:
         assert part in message
+    assert "7711" not in message, "a secret"
 
 
 def test_adapters_need_a_step_for_all_trees() -> None:

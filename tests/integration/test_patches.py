@@ -66,6 +66,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "GPUModelRunner.execute_model": ((ENGINE, "step"), {"dummy_run": True}),
     "GPUModelRunner.sample_tokens": ((ENGINE, "grammar"), {}),
     "LoRAModelRunnerMixin._set_active_loras": ((ENGINE, (0, 1), (0, 1, 1)), {"mapping_type": 1}),
+    "AuxOutputWorkerConnector.prepare_output": ((SCHEDULER, "batch"), {}),
     "GPUModelRunner.capture_model": ((ENGINE,), {"profile_only": True}),
     "CudaGraphManager._init_candidates": ((ENGINE,), {}),
     "build_dynamic_sd_schedule_lookup": (([(1, 2, 3)],), {"vllm_max_batch_size": 2}),

@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
+def check_watermark(engine_args: EngineArgs) -> None:
+    """Raise ValueError for watermarks, which vLLM refuses with advice that does not help here."""
+    if engine_args.watermark_config is not None:
+        raise bad_flag(
+            "--watermark-config",
+            "{...}",  # it holds a secret
+            "leave it out; vLLM watermarks only drafts of one token after another, and none of "
+            "method dflash either",
+        )
+
+
 def check_adapters(engine_args: EngineArgs, spec: SpeculativeConfig) -> None:
     """Raise ValueError where vLLM refuses LoRA for want of tokens in a step.
 
@@ -111,8 +122,8 @@ def _check_runner(vllm_config: VllmConfig) -> None:
 
 def _check_settings(vllm_config: VllmConfig) -> None:
     """Refuse parallelism and features that trees do not support."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    cache, compilation = vllm_config.cache_config, vllm_config.compilation_config
+    parallel = vllm_config.parallel_config
+    compilation = vllm_config.compilation_config
     for flag, value, one in (
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
         ("--data-parallel-size", parallel.data_parallel_size, 1),
@@ -124,15 +135,6 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     for flag, value in (
         ("--enable-dbo", parallel.enable_dbo),
         ("--enable-batch-sharded-sampling", parallel.enable_batch_sharded_sampling),
-        ("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill),
-        (
-            "--enable-return-routed-experts or --aux-output-config",
-            vllm_config.aux_output_config.enabled,
-        ),
-        ("--enable-trace-replay", model.enable_trace_replay),
-        ("--return-sampling-mask", model.return_sampling_mask),
-        ("--watermark-config", vllm_config.watermark_config is not None),
-        ("--enable-prompt-embeds", model.enable_prompt_embeds),
         (
             "--compilation-config pass_config.fuse_attn_quant",
             compilation.pass_config.fuse_attn_quant,

@@ -127,6 +127,7 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         from vllm_ddtree.config import engine
 
+        engine.check_watermark(self)
         tokens = _asked.set(asked), _made.set(None)
         try:
             vllm_config = original(self, *args, **kwargs)

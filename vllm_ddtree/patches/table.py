@@ -183,6 +183,12 @@ PATCHES = (
         When.CONFIGURED,
         "Every row that is sampled has its request's adapter.",
     ),
+    Patch(
+        "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector.prepare_output",
+        f"{_OURS}.runner:prepare_output",
+        When.WORKER,
+        "The experts of an accepted path are returned, not those of a tree's first rows.",
+    ),
     # Worker.
     Patch(
         "vllm.v1.worker.gpu_worker:Worker.sleep",
@@ -236,6 +242,11 @@ OBJECTS = (
         "Scheduler.ddtree_steps",
         "vllm_ddtree.integration.steps:follow",
         "By it the scheduler's patches know an engine of DDTree's.",
+    ),
+    Change(
+        "AuxOutputWorkerConnector.ddtree_runtime",
+        "vllm_ddtree.patches.runner:execute_model",
+        "By it the connector's patch finds the paths.",
     ),
     Change(
         "StatLoggerManager.ddtree_metrics",
