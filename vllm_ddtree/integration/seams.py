@@ -74,7 +74,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "Scheduler: schedule(...) update_from_output(scheduler_output, model_runner_output)",
         "Scheduler: make_spec_decoding_stats(*, num_accepted_tokens, request_id, ...)",
         "Scheduler: make_stats(spec_decoding_stats, ...)",
-        "Scheduler: finish_requests(request_ids, finished_status)",
+        "Scheduler: finish_requests(request_ids, finished_status) get_request_counts()",
         "Scheduler: dynamic_sd_lookup kv_cache_manager log_stats num_spec_tokens",
         "Scheduler: requests spec_decode_metrics_level running waiting max_num_running_reqs",
     ),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -73,6 +74,14 @@ _made: ContextVar[Any] = ContextVar("made", default=None)
 """The speculative configuration made in the course of it."""
 
 
+def _same_drafter(one: Any, other: Any) -> bool:
+    """Whether two values of `model` name one drafter; a folder may be written in several ways."""
+    if one == other:
+        return True
+    paths = [path for path in (one, other) if isinstance(path, str) and os.path.isdir(path)]
+    return len(paths) == 2 and os.path.samefile(*paths)
+
+
 def _take_named_drafter(engine_args: EngineArgs, asked: _Asked, keys: dict[str, Any]) -> None:
     """Let the drafter be the one that the target argument turned out to be, if it did.
 
@@ -85,7 +94,7 @@ def _take_named_drafter(engine_args: EngineArgs, asked: _Asked, keys: dict[str, 
         return
     drafter = made["model"]
     given = keys.setdefault("model", drafter)
-    if given != drafter:
+    if not _same_drafter(given, drafter):
         raise ValueError(
             f"speculative_config: model={given!r} is not valid for method ddtree: target "
             f"{asked.target!r} names its own drafter; leave it out, or give the target itself"
