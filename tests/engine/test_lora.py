@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from tests.conftest import Pair
 from tests.engine.adapters import make_adapter, merged, no_adapter_is_none
 from tests.engine.harness import PROMPTS, ddtree, generate, greedy, keep_async, open_engine
+from vllm_ddtree import integration
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -121,6 +123,26 @@ def come_and_go(llm: LLM, adapters: dict[str, Path]) -> dict[str, list[int]]:
     return finished
 
 
+def check_dummy_rounds(llm: LLM) -> None:
+    """What the automatic budget measures (on a GPU): every request has an adapter."""
+    (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
+    mappings = []
+    chosen = runner.lora_manager.set_active_adapters
+
+    def note(requests: Any, mapping: Any) -> None:
+        mappings.append(mapping)
+        chosen(requests, mapping)
+
+    runner.lora_manager.set_active_adapters = note
+    with torch.inference_mode(), integration.dummy_adapters(runner):
+        _, logits = integration.dummy_step(runner, 3, 16, lambda output: None)
+    assert logits.shape[0] == 48
+    (mapping,) = mappings
+    rows = [*[1] * 16, *[2] * 16, *[1] * 16]
+    assert list(mapping.index_mapping) == list(mapping.prompt_mapping) == rows
+    assert not runner.list_loras()
+
+
 def test_requests_with_adapters_and_without(
     nano_pair: Pair,
     adapters: dict[str, Path],
@@ -137,6 +159,7 @@ def test_requests_with_adapters_and_without(
     with open_engine(nano_pair.target, ddtree(nano_pair, 15), **{**ENGINE, **ROUNDS}) as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         got = serve(llm, adapters)
+        check_dummy_rounds(llm)
     assert got.first == expected.first
     assert got.again == expected.again == expected.first
     assert got.moving == expected.moving and len(got.moving) == 3
