@@ -33,8 +33,13 @@ DETAILS: dict[str, Any] = {"per_request_spec_decode_metrics": "detailed"}
 
 
 def rounds(result: Result) -> list[list[int]]:
-    """Accepted nodes of each round of each request."""
-    return [list(o.outputs[0].spec_decode_metrics.per_step_accepted) for o in result.outputs]
+    """Accepted nodes of each round of each request; empty draft rows are no round."""
+    metrics = [output.outputs[0].spec_decode_metrics for output in result.outputs]
+    return [
+        [n for n, drafted in zip(m.per_step_accepted, m.per_step_drafted, strict=True) if drafted]
+        for m in metrics
+        if m is not None
+    ]
 
 
 def cached(result: Result) -> list[int]:
@@ -46,10 +51,15 @@ def test_blocks_come_back_from_the_host(
     nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, scheduling: str
 ) -> None:
     """A second turn needs blocks of the first one's prompt and of its text, whose keys were moved
-    at commits."""
+    at commits.
+
+    The first request ends where a block ends. That block's last slot holds a rejected draft's keys,
+    if any, and must not be stored (vllm-project/vllm#54288). Its second turn has one token to
+    compute after a load, to which vLLM adds empty draft rows.
+    """
     if scheduling == "async":
         keep_async(monkeypatch)
-    params = [greedy(70), greedy(66, **SEEDED)]
+    params = [greedy(5 * BLOCK - 101), greedy(66, **SEEDED)]
     turn = [greedy(24), greedy(20, **SEEDED)]
     with open_engine(
         nano_pair.target, ddtree(nano_pair, 15), kv_transfer_config=offload.config(),
@@ -58,6 +68,7 @@ def test_blocks_come_back_from_the_host(
         first = generate(llm, [LONG, PROMPTS[3]], params)
         outputs = zip(first.outputs, first.token_ids, strict=True)
         prompts = [[*(o.prompt_token_ids or ()), *tokens, 17] for o, tokens in outputs]
+        assert len(prompts[0]) == 5 * BLOCK + 1
         hit = generate(llm, prompts, turn)
         worker = offload.HostWorker.latest
         assert worker is not None
@@ -70,7 +81,7 @@ def test_blocks_come_back_from_the_host(
         assert llm.reset_prefix_cache(reset_connector=True)
         cold = generate(llm, prompts, turn)
         assert worker.num_loaded == before + loaded
-    assert cached(back) == cached(hit) and min(cached(back)) >= 64
+    assert cached(hit) == [4 * BLOCK, 2 * BLOCK] and cached(back) == [5 * BLOCK, 2 * BLOCK]
     assert cached(cold) == [0, 0]
     assert loaded * BLOCK == sum(cached(back))
     plain = run_engine(nano_pair.target, None, prompts, turn, **ENGINE)
