@@ -98,7 +98,8 @@ class DDTreeModelState(DefaultModelState):
         self._chain_requests = ChainRequests(vllm_config.scheduler_config.max_num_seqs)
         self._mixed_tree_tokens = mixed_tree_tokens(vllm_config)
         self._draft_names: frozenset[str] = frozenset()
-        self._checks = Checks() if enabled_on_all_ranks() else None
+        connected = vllm_config.kv_transfer_config is not None
+        self._checks = Checks(others_write=connected) if enabled_on_all_ranks() else None
         self._num_logits: np.ndarray | None = None
 
     def initialize_kv_cache(

@@ -113,8 +113,11 @@ def test_preempted_requests_come_back_from_the_host(
     assert result.token_ids == expected.token_ids
 
 
-def test_a_prefill_engine_and_a_decode_engine(nano_pair: Pair, tmp_path: Path) -> None:
-    """The drafter's context comes with the target's."""
+def test_a_prefill_engine_and_a_decode_engine(
+    nano_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter's context comes with the target's; the checks know blocks that are brought."""
+    monkeypatch.setenv("VLLM_DDTREE_CHECK", "1")
     keys = {"block_size": BLOCK, "enable_prefix_caching": False}
     prompts, params = [LONG, PROMPTS[3] * 3], [greedy(32), greedy(32, **SEEDED)]
     plain = run_engine(nano_pair.target, None, prompts, params, **keys)
