@@ -28,6 +28,7 @@ from vllm_ddtree.config.loaded_target import check_loaded_target
 from vllm_ddtree.invariants.checks import Checks
 from vllm_ddtree.invariants.stop import enabled_on_all_ranks
 from vllm_ddtree.round import runtime
+from vllm_ddtree.round.axes import place_nodes
 from vllm_ddtree.round.kinds import step_kinds
 from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.round.plan import mixed_tree_tokens, plan_step
@@ -227,14 +228,29 @@ class DDTreeModelState(DefaultModelState):
             step.kinds = step_kinds(chains.of(batch.idx_mapping_np), chains.all, step.kind)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """The target's inputs: a tree row's position is the committed length + its depth."""
-        inputs = super().prepare_inputs(input_batch, req_states)
-        positions = self.runtime.rows.positions[: input_batch.num_tokens_after_padding]
-        return {**inputs, "positions": positions}
+        """The target's inputs: a tree row's position is the committed length + its depth.
+
+        Where positions have several axes it is so on each, counted from where images leave them.
+        """
+        inputs, rt = super().prepare_inputs(input_batch, req_states), self.runtime
+        if self.rope_state is None:
+            positions = rt.rows.positions[: input_batch.num_tokens_after_padding]
+            return {**inputs, "positions": positions}
+        if rt.step.max_verify_len:
+            place_nodes(
+                rt.rows,
+                Layout.of(input_batch),
+                self.rope_state.prefill_delta.gpu,
+                self.rope_state.positions,
+                rt.num_rows,
+            )
+        return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The inputs of a captured graph, with the same persistent positions."""
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        if self.rope_state is not None:
+            return inputs
         return {**inputs, "positions": self.runtime.rows.positions[:num_tokens]}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:

@@ -203,6 +203,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "attn_groups, kv_cache_config, for_capture, ...)",
         "DefaultModelState: rope_state",
     ),
+    "vllm.v1.worker.gpu.mm.rope": ("RopeState: positions prefill_delta",),
     # Drafter.
     "vllm.v1.worker.gpu.spec_decode": ("init_speculator(vllm_config, device, req_states)",),
     "vllm.v1.worker.gpu.spec_decode.speculator": (
