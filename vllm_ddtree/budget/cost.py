@@ -157,6 +157,8 @@ def _time(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> floa
 def measure(worker: Worker) -> Costs:
     """Time a round of every shape that a worker has a FULL graph for, before the first request.
 
+    With LoRA, every request has an adapter meanwhile.
+
     All ranks repeat a round equally often: the number follows from the shapes alone.
     """
     runner = worker.model_runner
@@ -176,7 +178,7 @@ def measure(worker: Worker) -> Costs:
         (desc.num_tokens // desc.num_reqs, desc.num_reqs)
         for desc in getattr(manager.graphs, "chains", {})
     }
-    with integration.random_tokens(runner):
+    with integration.dummy_adapters(runner), integration.random_tokens(runner):
         for shape in shapes:
             costs.rounds[shape] = _time(runner, *shape, chain=False)
             if shape in chains:

@@ -42,10 +42,14 @@ class Runtime:
     """What the rounds have shown so far."""
     chains_asked: bool = False
     """Whether the scheduler (or a capture) wants the step's trees verified as chains."""
+    fitted: bool = False
+    """Whether the scheduler has seen to it that the step's trees fit; not so in warm-up steps."""
     step: Step = field(default_factory=Step)
     """The step in progress, as the host knows it."""
     attention_words: str = ""
     """How the target verifies (start-up line)."""
+    state_words: str = ""
+    """What the states of its recurrent layers cost (start-up line); empty without such layers."""
 
     @property
     def num_rows(self) -> int:
