@@ -36,19 +36,21 @@ class LayerKind:
     """Whether updates of a tree's rows depend on each other."""
 
 
-def _set_delta_core(name: str, layer: Any, target: RecurrentTarget) -> None:
+def set_delta_core(name: str, layer: Any, target: RecurrentTarget) -> None:
+    """`LayerKind.set_core` of gated delta net."""
     # Else vLLM goes past `_forward_core`, to a kernel for its own chains.
     layer.enable_fused_gdn_spec_decode = False
     layer.gdn_decode_kernel = "triton"
     layer._forward_core = tree_core(name, layer._forward_core, target)
 
 
-def _set_mamba2_core(name: str, layer: Any, target: RecurrentTarget) -> None:
+def set_mamba2_core(name: str, layer: Any, target: RecurrentTarget) -> None:
+    """`LayerKind.set_core` of Mamba2."""
     layer.conv_ssm_forward = mamba2_core(name, layer, layer.conv_ssm_forward, target)
 
 
 KINDS: dict[type, LayerKind] = {
-    QwenGatedDeltaNetAttention: LayerKind(GDNAttentionBackend, delta_view, _set_delta_core, True),
-    MambaMixer2: LayerKind(Mamba2AttentionBackend, mamba2_view, _set_mamba2_core, False),
+    QwenGatedDeltaNetAttention: LayerKind(GDNAttentionBackend, delta_view, set_delta_core, True),
+    MambaMixer2: LayerKind(Mamba2AttentionBackend, mamba2_view, set_mamba2_core, False),
 }
 """By vLLM's class. Subclasses compute something else behind the same names."""
