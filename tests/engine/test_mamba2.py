@@ -24,8 +24,6 @@ from tests.engine.harness import (
 )
 from tests.engine.known import Plan, known_drafts, model_runner, now_and_then, on_chain, sibling
 from tests.engine.ranks import record, rounds
-from tests.oracle import Drafter, Trace
-from tests.oracle.hybrid import HybridTarget
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -40,7 +38,7 @@ ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
 }
 SEEDED = {"temperature": 0.9, "seed": 21}
-PROMPTS = [[3, 5, 7, 9, 2, 4] * 17, [1], [7] * 40, [9, 8, 7, 6, 5] * 8, [2, 4, 6, 3] * 10]
+PROMPTS = [[3, 5, 7, 9, 2, 4] * 17, [1], [7] * 40, [9, 8, 7, 6, 5] * 14, [2, 4, 6, 3] * 10]
 PARAMS: list[tuple[int, dict[str, Any]]] = [
     (30, {}),
     (24, SEEDED),
@@ -84,29 +82,37 @@ def known() -> list[list[int]]:
     return [prompt + tokens for prompt, tokens in zip(PROMPTS, plain().token_ids, strict=True)]
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_rounds_are_the_oracles(caching: bool) -> None:
-    """The drafter's own trees: its context, too, is that of the accepted paths."""
-    prompts, lengths = PROMPTS[:3], [30, 24, 16]
-    result = run_engine(
-        pair().target,
-        ddtree(pair(), BUDGET),
-        prompts,
-        [greedy(n) for n in lengths],
-        enable_prefix_caching=caching,
-        per_request_spec_decode_metrics="detailed",
-        **ENGINE,
-    )
-    target: Any = HybridTarget.load(pair().target)
-    drafter = Drafter.load(pair().drafter, target)
-    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        output = target.greedy(prompt, length + pair().block_size)
-        assert result.token_ids[i] == output[:length]
-        trace = Trace(target, drafter, prompt, output)
-        expected = trace.replay(budget=BUDGET, top_k=BUDGET, max_tokens=length)
-        accepted = result.outputs[i].outputs[0].spec_decode_metrics.per_step_accepted
-        assert list(accepted) == [r.accepted for r in expected if r.num_nodes]
-    assert result.counters.num_accepted_tokens > 0
+def drafts(plan: Plan) -> dict[tuple[int, ...], list[int]]:
+    """The drafter's best tokens after every sequence, while trees hold what `plan` says."""
+    from vllm_ddtree.proposer.speculator import DDTreeSpeculator
+
+    found: dict[tuple[int, ...], list[int]] = {}
+    build, sequences = DDTreeSpeculator._build_trees, known()
+    spec = ddtree(pair(), BUDGET, num_speculative_tokens=DEPTH)
+    with pytest.MonkeyPatch.context() as patch, open_engine(pair().target, spec, **ENGINE) as llm:
+        states = model_runner(llm).req_states
+
+        def noted(self: Any, num_reqs: int, log_probs: Any, token_ids: Any) -> None:
+            indices = self.sample_idx_mapping[: num_reqs * self.num_speculative_steps]
+            for i, index in enumerate(indices.view(num_reqs, -1)[:, 0].tolist()):
+                if index >= 0:
+                    length = int(states.total_len.gpu[index])
+                    tokens = tuple(states.all_token_ids.gpu[index, :length].tolist())
+                    found[tokens] = token_ids[i, :, 0].tolist()
+            build(self, num_reqs, log_probs, token_ids)
+
+        patch.setattr(DDTreeSpeculator, "_build_trees", noted)
+        with known_drafts(llm, sequences, plan):
+            assert generate(llm, PROMPTS, params()).token_ids == wanted()
+    return found
+
+
+def test_the_drafter_reads_the_accepted_paths() -> None:
+    """It drafts what it drafts where nothing is ever accepted, one token a round."""
+    one_by_one, by_paths = drafts(lambda _: None), drafts(sibling)
+    common = one_by_one.keys() & by_paths.keys()
+    assert len(common) == len(by_paths) < len(one_by_one) / 2
+    assert by_paths == {tokens: one_by_one[tokens] for tokens in common}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +128,7 @@ def engine() -> Iterator[LLM]:
             ddtree(pair(), BUDGET, num_speculative_tokens=DEPTH, disable_eagle_block_drop=True),
             enable_prefix_caching=True,
             # Else vLLM keeps states at the prompt's end alone.
-            prefix_cache_retention_interval=BLOCK,
+            prefix_cache_retention_interval=2 * BLOCK,
             max_num_batched_tokens=80,
             **ENGINE,
         ) as llm:
@@ -144,7 +150,7 @@ def test_tokens_are_those_of_plain_decoding(
         first = generate(engine, PROMPTS, params())
         hits = generate(engine, PROMPTS, params())
     assert first.token_ids == hits.token_ids == wanted()
-    assert [output.num_cached_tokens for output in hits.outputs] == [96, 0, 32, 32, 32]
+    assert [output.num_cached_tokens for output in hits.outputs] == [64, 0, 0, 64, 0]
     assert first.counters.num_accepted_tokens > 30
 
 
@@ -164,11 +170,10 @@ def test_preemption() -> None:
     assert preempted > 0 and result.counters.num_accepted_tokens > 20
 
 
-@pytest.mark.parametrize("budget", [100])
-def test_trees_of_two_blocks_of_rows(budget: int) -> None:
+def test_trees_of_two_blocks_of_rows() -> None:
     result = run_engine(
         pair().target,
-        ddtree(pair(), budget),
+        ddtree(pair(), 100),
         PROMPTS,
         params(),
         enable_prefix_caching=False,
@@ -186,7 +191,7 @@ def test_two_ranks() -> None:
             pair().target, ddtree(pair(), BUDGET), tensor_parallel_size=2, **ENGINE
         ) as llm:
             llm.collective_rpc(record)
-            result = generate(llm, PROMPTS, params())
+            result = generate(llm, PROMPTS[:3], params()[:3])
             assert rounds(llm) > 5
-    assert result.token_ids == wanted()
+    assert result.token_ids == wanted()[:3]
     assert result.counters.num_accepted_tokens > 0
