@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file

@@ -91,5 +91,6 @@ def measure_dflash(
     """Acceptance of a plain DFlash drafter with `block` - 1 masks."""
     target, drafter = target.to(DEVICE), drafter.to(DEVICE)
     hidden, _ = draft_positions(target, drafter, texts, prompt - 1, block)
-    ids, log_probs = candidates(target.embedding, hidden)
+    pairs = [candidates(target.embedding, rows) for rows in hidden]
+    ids, log_probs = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     return measure(texts, prompt, ids, log_probs, unary=True)

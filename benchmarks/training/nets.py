@@ -280,7 +280,8 @@ class GatedDeltaNet(nn.Module):
         q = q * s.linear_key_dim**-0.5
         q, k = (t.repeat_interleave(group, 2) for t in (q, k))
         v = v.unflatten(-1, (s.linear_value_heads, -1))
-        step = F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
+        step = self.in_proj_a(x).float() + self.dt_bias.float()
+        step = torch.logaddexp(step, torch.zeros_like(step))  # softplus
         decay = -self.A_log.float().exp() * step
         return [q, k, v, decay, self.in_proj_b(x).float().sigmoid()], raw
 
