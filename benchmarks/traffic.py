@@ -36,8 +36,8 @@ TRAFFIC = {
     "sampled": Traffic(MIXED, {"temperature": 0.8}),
     "easy": Traffic(("repeated",)),
     "hard": Traffic(("prose", "chat"), {"temperature": 1.0}),
-    # So hot that every token is about as likely as any other: no drafter can predict them.
-    "random": Traffic(("random",), {"temperature": 100.0}),
+    # Noise, and as hot as vLLM samples: hardly a token can be predicted.
+    "random": Traffic(("random",), {"temperature": 2.0}),
 }
 """Traffic by name."""
 

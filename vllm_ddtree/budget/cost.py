@@ -3,8 +3,11 @@
 
 After the CUDA graphs are captured, a dummy round of every captured shape is run and timed: target
 forward, logits, draft. All ranks measure at the same time and in the same order, so that
-collectives meet. Dummy rounds have next to no context, and a machine under load clocks lower. So
-the scheduler corrects the measured times by those of the rounds served.
+collectives meet. A busy host makes a round longer, never shorter. So all shapes are timed twice, a
+while apart, the shortest time counts, and no round costs more than one of more nodes or requests.
+
+Dummy rounds have next to no context, and a machine under load clocks lower. So the scheduler
+corrects the measured times by those of the rounds served.
 """
 
 from __future__ import annotations
@@ -27,13 +30,23 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 WARM_UP = 2
-REPEATS = 5
-START_WEIGHT = 8
+PASSES = 2
+"""Times that all shapes are timed, one after the other."""
+REPEATS = 3
+START_WEIGHT = 2
 """Observed rounds that count as much as the measurement at start."""
 WINDOW = 40
 """Rounds over which observed times are averaged."""
 FAR = 1.25
 """How far from the mean a round is taken to be at most."""
+FAR_RUN = 5
+"""Rounds in a row, all too long or all too short by more than that, that are believed as they are.
+A pause or a burst is one round; a wrong measurement is every round."""
+LOAD = 2.0
+"""How much longer, or shorter, than measured a load may make all rounds. What is further off is a
+wrong measurement, and says nothing of other shapes."""
+SURE = 5
+"""Rounds after which a shape's cost is known."""
 MEMORY = 2000
 """Rounds after which a third of what a shape showed is left: contexts grow and shrink meanwhile."""
 
@@ -49,6 +62,8 @@ class Costs:
     """Target forward, logits and draft (no draft for one row), as measured at start."""
     chains: dict[Shape, float] = field(default_factory=dict)
     """The same of rounds that verify chains, where there are graphs for them."""
+    _far: dict[tuple[Shape, bool], list[float]] = field(default_factory=dict)
+    """Rounds in a row that were far from the mean on one side, over the measured time."""
     _observed: dict[tuple[Shape, bool], tuple[int, float, int]] = field(default_factory=dict)
     """Rounds seen, their mean time over the measured time, and when the last one was."""
     _near: dict[int, float] = field(default_factory=dict)
@@ -81,19 +96,48 @@ class Costs:
         """A round took `ms`. A time that no round can take (a pause, a burst) is not counted."""
         shape = self.shape(budget, num_reqs)
         measured = self._measured(shape, chain)
-        if shape is None or measured is None or not 0.5 < ms / measured < 4.0:
+        if shape is None or measured is None or ms <= 0.0:
             return
-        count, mean, weight = 0, 1.0, 1.0
+        count, mean, weight = 0, self._correction(shape, chain), 1.0
         if (shape, chain) in self._observed:
             count, _, weight = self._remembered(shape, chain)
-            mean = self._correction(shape, chain)
-        count = round(weight * count) + 1
-        # The last step before a request ends comes late: no round alone moves the mean far.
-        ratio = min(max(ms / measured, mean / FAR), mean * FAR)
-        mean += (ratio - mean) / min(count + START_WEIGHT, WINDOW)
+        ratio = ms / measured
+        if believed := self._believed(shape, chain, ratio, mean):
+            count, mean = FAR_RUN, believed
+        elif not 0.5 < ratio / mean < 4.0:
+            return
+        else:
+            count = round(weight * count) + 1
+            # The last step before a request ends comes late: no round alone moves the mean far.
+            ratio = min(max(ratio, mean / FAR), mean * FAR)
+            mean += (ratio - mean) / min(count + START_WEIGHT, WINDOW)
         self._clock += 1
         self._observed[shape, chain] = count, mean, self._clock
-        self._near[_size(shape)] = self._latest = mean
+        if 1 / LOAD < mean < LOAD:
+            self._near[_size(shape)] = self._latest = mean
+
+    def _believed(self, shape: Shape, chain: bool, ratio: float, mean: float) -> float | None:
+        """What the latest rounds agree on, if all of them were far from the mean."""
+        far = self._far.setdefault((shape, chain), [])
+        if not 1 / FAR < ratio / mean < FAR:
+            if far and (far[0] > mean) != (ratio > mean):
+                far.clear()
+            far.append(ratio)
+        else:
+            far.clear()
+        if len(far) < FAR_RUN:
+            return None
+        found = statistics.median(far)
+        far.clear()
+        return found
+
+    def sure(self, budget: int, num_reqs: int, chain: bool = False) -> float:
+        """How well the cost of a round is known: 1 from rounds served, 0 from the start alone."""
+        shape = self.shape(budget, num_reqs)
+        if shape is None or (shape, chain) not in self._observed:
+            return 0.0
+        count, _, weight = self._remembered(shape, chain)
+        return weight * min(1.0, count / SURE)
 
     def _remembered(self, shape: Shape, chain: bool) -> tuple[int, float, float]:
         """Rounds observed, their mean, and the weight that is left of that by now."""
@@ -116,17 +160,29 @@ def _size(shape: Shape) -> int:
     return (shape[0] * shape[1] - 1).bit_length()
 
 
+def lowered(times: dict[Shape, float]) -> dict[Shape, float]:
+    """Times in which no shape costs more than one that has as many rows and requests, or more.
+
+    What disturbs a measurement makes it longer. So the time of a larger shape bounds that of a
+    smaller one from above.
+    """
+    return {
+        (rows, n): min(ms for (r, m), ms in times.items() if r >= rows and m >= n)
+        for rows, n in times
+    }
+
+
 def _round(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> None:
     """One dummy round, with no live tree in it."""
     state, logits = integration.dummy_step(
         runner, num_reqs, rows, lambda output: ask_for_chains(output, chain)
     )
     logits.argmax(-1)
-    if rows == 1:
-        return
-    # As after a verify step that accepted nothing.
     step = runner.model_state.runtime.step
-    step.verified, step.has_plain_rows = True, False
+    if rows > 1:
+        # As after a verify step that accepted nothing.
+        step.verified, step.has_plain_rows = True, False
+    # Without drafts, the drafter's context alone.
     integration.dummy_draft(runner, state, rows - 1, num_drafts=rows - 1)
 
 
@@ -150,7 +206,7 @@ def _time(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> floa
         _round(runner, rows, num_reqs, chain)
         events[i + 1].record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+    return min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
 @torch.inference_mode()
@@ -177,10 +233,13 @@ def measure(worker: Worker) -> Costs:
         for desc in getattr(manager.graphs, "chains", {})
     }
     with integration.random_tokens(runner):
-        for shape in shapes:
-            costs.rounds[shape] = _time(runner, *shape, chain=False)
-            if shape in chains:
-                costs.chains[shape] = _time(runner, *shape, chain=True)
+        for _ in range(PASSES):
+            for shape in shapes:
+                for form, times in ((False, costs.rounds), (True, costs.chains)):
+                    if not form or shape in chains:
+                        ms = _time(runner, *shape, chain=form)
+                        times[shape] = min(ms, times.get(shape, ms))
+    costs.rounds, costs.chains = lowered(costs.rounds), lowered(costs.chains)
     # Dummy rounds name indices of requests: leave no trees there, and no counts.
     runtime = runner.model_state.runtime
     runtime.trees.parents.fill_(-1)
