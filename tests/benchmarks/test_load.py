@@ -113,7 +113,8 @@ def test_best_static_and_regret() -> None:
     ]
     assert report.best_static(runs) == {("mixed", 32): "chain-7"}
     over = report.over_best_static(runs)
-    assert over["tree-auto", "mixed", 32] == ("chain-7", pytest.approx(70 / 71))
+    best, share = over["tree-auto", "mixed", 32]
+    assert best == "chain-7" and share == pytest.approx(70 / 71)
     assert over["chain-7", "mixed", 32] == ("chain-7", 1.0)
     header, _, *rows = report.markdown(runs).splitlines()
     assert "traffic" in header and "/ best static" in header

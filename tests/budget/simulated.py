@@ -114,7 +114,7 @@ class Simulation:
     Args:
         parts: of the load, in order.
         measured: (nodes, requests, true ms) -> what the measurement at start has found.
-        longer: whether `measured` only makes rounds longer, as all that disturbs a measurement does.
+        longer: whether `measured` makes rounds longer only, as what disturbs them does.
         scale: (nodes, requests) -> a served round's time over the table's.
         seed: of all that is random.
 
@@ -148,7 +148,7 @@ class Simulation:
         chains = {shape: ms * 1.005 for shape, ms in shapes.items() if shape[0] == chain + 1}
         self.costs = Costs(shapes, chains)
         self.auto = AutoBudget(self.costs, limit, DEPTH)
-        self.watch = Watch(self.auto, self)  # type: ignore[arg-type]
+        self.watch = Watch(self.auto, self)
         self._meter = np.zeros((6, ROWS), dtype=np.int64)
         self.now = 1000.0
         self.log: list[tuple[float, Choice, float]] = []
@@ -169,14 +169,14 @@ class Simulation:
             while self.now - start < end:
                 names = [str(i) for i in range(part.requests)]
                 wanted = self.auto[part.requests]
-                step = SimpleNamespace(
+                step: Any = SimpleNamespace(
                     num_scheduled_tokens=dict.fromkeys(names, nodes + 1),
                     scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * nodes)
                     if nodes
                     else {},
                     num_spec_tokens_to_schedule=wanted,
                 )
-                self.watch.scheduled(step)  # type: ignore[arg-type]
+                self.watch.scheduled(step)
                 chain = bool(step.ddtree_chains)
                 tokens = self._verify(part, nodes, chain)
                 if wanted:
@@ -185,7 +185,7 @@ class Simulation:
                         self._build(part)
                 self.now += 1e-3 * self._ms(part.requests, nodes, wanted)
                 self.log.append((self.now - start, Choice(nodes, chain), tokens))
-                self.watch.step(step, self.now)  # type: ignore[arg-type]
+                self.watch.step(step, self.now)
                 was_plain = nodes == 0
                 nodes = wanted
         return self

@@ -2,11 +2,12 @@
 """The accepted nodes that are expected of a budget are those of a drafter whose rounds are
 known."""
 
+import math
 import random
 
 import pytest
 
-from vllm_ddtree.budget.acceptance import LEAST, PRIOR_ROUNDS, WINDOW, Acceptance, prior
+from vllm_ddtree.budget.acceptance import LEAST, PRIOR_ROUNDS, WINDOW, Acceptance, few, prior, tail
 from vllm_ddtree.round.meter import ONE, Reading
 
 
@@ -107,17 +108,45 @@ def test_hard_places_verified_as_chains_do_not_count_against_them() -> None:
 
 
 def test_old_rounds_fade() -> None:
+    """Whatever the number of rounds: by the clock."""
+    for rounds in (20, 80):
+        texts = Rounds(8, [1.0] + [0.5] * 7, [1.0] + [0.55] * 7)
+        acceptance = Acceptance()
+        now = 1.0
+        for truth in (0.55, 0.45):
+            texts.truth = [1.0] + [truth] * 7
+            for _ in range(60):
+                now += WINDOW / 20
+                acceptance.update(texts.verify(7, rounds), now)
+            assert acceptance.expected(7) == pytest.approx(7 * truth, rel=0.08)
+
+
+def test_texts_that_turn_leave_nothing_behind() -> None:
     good = Rounds(8, [1.0] * 8, [1.0] * 8)
     acceptance = Acceptance()
     acceptance.update(good.verify(7, 4000), 1.0)
-    assert acceptance.expected(7) > 6.5
+    assert acceptance.expected(7) > 6.5 and acceptance.turns == 0
     good.truth = [1.0] + [0.0] * 7
-    # As many rounds again, at the same time: the mean of both.
-    acceptance.update(good.verify(7, 4000), 1.0)
-    assert acceptance.expected(7) == pytest.approx(3.5, rel=0.02)
-    # Two seconds later, whatever the number of rounds.
-    acceptance.update(good.verify(7, 8000), 1.0 + 2 * WINDOW)
-    assert acceptance.expected(7) < 0.6
+    acceptance.update(good.verify(7, 100), 1.1)
+    assert acceptance.expected(7) < 0.6 and acceptance.turns == 1
+    # The drafter claims less, and is right as often as it claims: found by the first rows.
+    good.truth = good.claim = [1.0] + [0.9] * 7
+    acceptance.update(good.verify(7, 4000), 2.0)
+    good.truth = good.claim = [1.0] + [0.3] * 7
+    acceptance.update(good.verify(7, 200), 2.1)
+    assert acceptance.expected(7) == pytest.approx(2.1, rel=0.15)
+
+
+def test_how_likely_so_few_and_so_many_are() -> None:
+    assert tail(50, 100, 0.5) == few(5.0, 5.0) == 1.0
+    for bound, exact in (
+        (tail(9, 10, 0.5), sum(math.comb(10, k) for k in (9, 10)) / 2**10),
+        (tail(0, 10, 0.2), 0.8**10),
+        (few(0.0, 7.0), math.exp(-7)),
+        (few(3.0, 0.1), 0.1**3 / 6),
+    ):
+        assert 0.999 * exact <= bound < 20 * exact
+    assert tail(10, 10, 0.999) <= 1.0 and tail(10_000, 10_000, 0.001) == 0.0
 
 
 def test_what_was_seen_stays_while_nothing_is_drafted() -> None:

@@ -120,12 +120,13 @@ def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
     def serve(context_ms: float, tokens_31: float, tokens_15: float) -> int:
         accepted = {31: tokens_31 - 1, 15: tokens_15 - 1}
         auto.acceptance.expected = lambda n, chain=False: accepted.get(n, 0.0)  # type: ignore
+        budgets = []
         for step in range(3000):
             if step % READ_EVERY == 0:
                 auto.refresh(0.0)
-            budget = auto[32]
+            budgets.append(budget := auto[32])
             costs.observe(budget, 32, costs.rounds[budget + 1, 32] + context_ms)
-        return auto[32]
+        return max(set(budgets), key=budgets[-1000:].count)  # with a look at the other now and then
 
     assert serve(20.0, 3.3, 3.0) == 15  # long contexts, modest drafts
     assert serve(20.0, 7.0, 4.0) == 31  # long contexts, good drafts
@@ -147,10 +148,10 @@ def test_a_disturbed_measurement_is_bounded_by_larger_rounds() -> None:
 @pytest.mark.parametrize("measured", [0.57, 2.2, 60.0])
 def test_an_absurd_measurement_gives_way_to_a_few_rounds(measured: float) -> None:
     costs = Costs({(16, 4): measured})
-    assert costs.sure(15, 4) == 0.0
+    assert costs.hopeful_ms(15, 4) == pytest.approx(0.6 * measured)
     for _ in range(FAR_RUN):
         costs.observe(15, 4, 6.0)
-    assert costs.round_ms(15, 4) == pytest.approx(6.0) and costs.sure(15, 4) == 1.0
+    assert costs.round_ms(15, 4) == pytest.approx(6.0) == costs.hopeful_ms(15, 4)
     for ms in (60.0, 6.1, 0.2, 6.0, 50.0, 5.9):  # single rounds of no account
         costs.observe(15, 4, ms)
     assert costs.round_ms(15, 4) == pytest.approx(6.0, rel=0.03)
@@ -257,7 +258,7 @@ def test_watch_times_rounds_and_reads_the_meter() -> None:
     assert executor.asked == 1
     assert auto.acceptance.expected(31) > before
     corrected = auto.costs.round_ms(15, 2)
-    assert corrected is not None and 1.3 * measured < corrected < 2 * measured
+    assert corrected == pytest.approx(2 * measured, rel=0.05)
 
 
 def test_watch_counts_steady_steps_only() -> None:

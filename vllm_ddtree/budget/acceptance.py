@@ -84,9 +84,15 @@ class Window:
         ]
         self.rounds = _rounds(self.sums)
 
-    def clear(self) -> None:
-        """Know nothing."""
-        self.sums, self.rounds = [], 0.0
+    def replace(self, new: Reading) -> None:
+        """Know of trees, or chains, what these counts show; if they show none, what was known."""
+        for built in (0, 3):
+            if new[built][0]:
+                self.sums[built] = [float(count) for count in new[built]]
+            if new[built + 1][0]:
+                for row in (built + 1, built + 2):
+                    self.sums[row] = [float(count) for count in new[row]]
+        self.rounds = _rounds(self.sums)
 
     def first_rows(self) -> tuple[float, float]:
         """Rounds verified, and those that accepted the first row, in trees and chains alike."""
@@ -129,9 +135,8 @@ class Acceptance:
         self._late.add(new, passed)
         if self._all.rounds > 0.0 and self._turned():
             self.turns += 1
-            for window in (self._all, self._late):
-                window.clear()
-                window.add(new, 0.0)
+            self._all.replace(new)
+            self._late.replace(new)
         else:
             self._all.add(new, passed)
 

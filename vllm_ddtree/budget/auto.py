@@ -22,6 +22,7 @@ from vllm_ddtree.budget.cost import Costs
 from vllm_ddtree.budget.fit import StepTokens
 from vllm_ddtree.budget.tiers import TIERS, chain_budget
 from vllm_ddtree.budget.tries import (
+    LEAST_PRICE,
     SAMPLE_ROUNDS,
     SAMPLE_SHARE,
     SAMPLE_STEPS,
@@ -49,10 +50,6 @@ STEADY = 2
 shows in a step's time, and outputs come in bunches."""
 MARGIN = 1.02
 """Only a budget that is better by this factor replaces another one: noise does not switch it."""
-HOPE = 0.6
-"""What a cost that no round has shown yet may be of what was measured."""
-STALE_HOPE = 0.9
-"""The same of a cost that was shown long ago."""
 SAY_EVERY = 60.0
 """Seconds between two log lines about the schedule."""
 
@@ -190,28 +187,30 @@ class AutoBudget:
         if present not in rates or not others:
             return
 
-        def begin(tried: Choice, share: float, steps: int, tokens: float) -> None:
+        def price(tried: Choice, tokens: float) -> float:
+            """Milliseconds that a round is expected to lose; no round is a gift."""
             ms = self._costs.round_ms(tried.nodes, num_reqs, tried.chain)
             assert ms is not None  # it has a rate
-            self.tries.start(tried, share, steps, steps * (ms - tokens / rates[present]))
+            return max(ms - tokens / rates[present], LEAST_PRICE * ms)
 
         if present == PLAIN:
             steps = min(SAMPLE_STEPS, -(-SAMPLE_ROUNDS // num_reqs))
+            tried = max(others, key=lambda choice: others[choice])
             # It must be paid even if nothing is accepted.
-            begin(max(others, key=lambda choice: others[choice]), SAMPLE_SHARE, steps, 1.0)
+            self.tries.start(tried, SAMPLE_SHARE, steps, steps * price(tried, 1.0))
             if not self._known:
                 return  # what drafts cost does not matter yet
-        hopes = {choice: own / self._hope(choice, num_reqs) for choice, own in others.items()}
-        tried = max(hopes, key=lambda choice: hopes[choice])
-        if hopes[tried] > rates[present]:
-            begin(tried, TIMING_SHARE, TIMING_STEPS, self._tokens[tried])
-
-    def _hope(self, choice: Choice, num_reqs: int) -> float:
-        """The least that a cost may be of what it is taken to be."""
-        sure = self._costs.sure(choice.nodes, num_reqs, choice.chain)
-        if sure < 0.1:
-            return HOPE
-        return STALE_HOPE if sure < 0.5 else 1.0
+        hoped = {
+            choice: self._tokens[choice] / ms
+            for choice in others
+            if (ms := self._costs.hopeful_ms(choice.nodes, num_reqs, choice.chain))
+        }
+        for tried in sorted(hoped, key=lambda choice: -hoped[choice]):  # a cheap one, meanwhile
+            ms = TIMING_STEPS * price(tried, self._tokens[tried])
+            if hoped[tried] > rates[present] and self.tries.start(
+                tried, TIMING_SHARE, TIMING_STEPS, ms
+            ):
+                return
 
     def ranges(self) -> list[tuple[int, int, int | str]]:
         """(first, last, budget), as in `budget_per_batch_size`; "chain of n" for chains."""

@@ -33,8 +33,6 @@ WARM_UP = 2
 PASSES = 2
 """Times that all shapes are timed, one after the other."""
 REPEATS = 3
-START_WEIGHT = 2
-"""Observed rounds that count as much as the measurement at start."""
 WINDOW = 40
 """Rounds over which observed times are averaged."""
 FAR = 1.25
@@ -42,11 +40,15 @@ FAR = 1.25
 FAR_RUN = 5
 """Rounds in a row, all too long or all too short by more than that, that are believed as they are.
 A pause or a burst is one round; a wrong measurement is every round."""
-LOAD = 2.0
-"""How much longer, or shorter, than measured a load may make all rounds. What is further off is a
-wrong measurement, and says nothing of other shapes."""
+WRONG = 4.0
+"""No load makes rounds longer, or shorter, than measured by that factor. Then the measurement was
+wrong, and what was served replaces it."""
 SURE = 5
 """Rounds after which a shape's cost is known."""
+HOPE = 0.6
+"""What a cost that no round has shown yet may be of what it is taken to be."""
+STALE_HOPE = 0.9
+"""The same of a cost that was shown long ago."""
 MEMORY = 2000
 """Rounds after which a third of what a shape showed is left: contexts grow and shrink meanwhile."""
 
@@ -69,7 +71,7 @@ class Costs:
     _near: dict[int, float] = field(default_factory=dict)
     """The latest such mean, by the power of two above the shape's tokens."""
     _latest: float = 1.0
-    """The latest such mean of all."""
+    """The median of such means of the shapes served lately."""
     _clock: int = 0
     """Rounds of any shape."""
     _counts_by_rows: dict[int, list[int]] = field(default_factory=dict)
@@ -104,17 +106,22 @@ class Costs:
         ratio = ms / measured
         if believed := self._believed(shape, chain, ratio, mean):
             count, mean = FAR_RUN, believed
+            if not 1 / WRONG < believed < WRONG:
+                (self.chains if chain else self.rounds)[shape] = believed * measured
+                mean = 1.0
         elif not 0.5 < ratio / mean < 4.0:
             return
         else:
             count = round(weight * count) + 1
             # The last step before a request ends comes late: no round alone moves the mean far.
             ratio = min(max(ratio, mean / FAR), mean * FAR)
-            mean += (ratio - mean) / min(count + START_WEIGHT, WINDOW)
+            mean += (ratio - mean) / min(count, WINDOW)
         self._clock += 1
         self._observed[shape, chain] = count, mean, self._clock
-        if 1 / LOAD < mean < LOAD:
-            self._near[_size(shape)] = self._latest = mean
+        self._near[_size(shape)] = mean
+        since = self._clock - MEMORY // 2
+        recent = (mean for _, mean, last in self._observed.values() if last > since)
+        self._latest = statistics.median(recent)
 
     def _believed(self, shape: Shape, chain: bool, ratio: float, mean: float) -> float | None:
         """What the latest rounds agree on, if all of them were far from the mean."""
@@ -131,10 +138,29 @@ class Costs:
         far.clear()
         return found
 
-    def sure(self, budget: int, num_reqs: int, chain: bool = False) -> float:
-        """How well the cost of a round is known: 1 from rounds served, 0 from the start alone."""
+    def hopeful_ms(self, budget: int, num_reqs: int, chain: bool = False) -> float | None:
+        """The least that such a round may take; None as above.
+
+        A round that was never served takes no less than a smaller one that was.
+        """
         shape = self.shape(budget, num_reqs)
-        if shape is None or (shape, chain) not in self._observed:
+        measured = self._measured(shape, chain)
+        if shape is None or measured is None:
+            return None
+        ms = measured * self._correction(shape, chain)
+        sure = self._sure(shape, chain)
+        if sure >= 0.1:
+            return STALE_HOPE * ms if sure < 0.5 else ms
+        smaller = [
+            self.rounds[rows, n] * self._correction((rows, n), False)
+            for (rows, n), form in self._observed
+            if n == shape[1] and rows < shape[0] and not form
+        ]
+        return min(ms, measured, max(smaller, default=HOPE * ms))
+
+    def _sure(self, shape: Shape, chain: bool) -> float:
+        """How well a cost is known: 1 from rounds served, 0 from the start alone."""
+        if (shape, chain) not in self._observed:
             return 0.0
         count, _, weight = self._remembered(shape, chain)
         return weight * min(1.0, count / SURE)

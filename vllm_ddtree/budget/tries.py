@@ -20,6 +20,8 @@ SAMPLE_SHARE = 0.01
 """Of the time served, what samples may cost."""
 TIMING_SHARE = 0.005
 """The same of timing."""
+LEAST_PRICE = 0.05
+"""What a try costs at least, as a share of its rounds: what it is expected to gain is a guess."""
 SAVED = 60.0
 """Seconds whose allowance can be saved."""
 LONGEST_WAIT = 1.0
