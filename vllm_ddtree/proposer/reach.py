@@ -5,6 +5,9 @@ A tree of n nodes is never deeper than n. So a draft for few nodes needs the log
 positions, and few context rows. The draft forward itself always has the drafter's whole block: a
 drafter may know much less with fewer masks than it was trained with.
 
+A step of plain decoding after which nothing is drafted has a reach of no position: only the
+drafter's context follows the text, by one row a request.
+
 A budget that changes while serving has a few reaches. What the CUDA graphs of a reach read belongs
 to that reach, or is read from its beginning.
 """
@@ -88,6 +91,12 @@ def make_reaches(
         )
         for reached in positions
     ]
+
+
+def context_alone(max_num_reqs: int, device: torch.device) -> Reach:
+    """The reach of no position."""
+    log_probs = torch.zeros(max_num_reqs, 0, 0, dtype=torch.float32, device=device)
+    return Reach(0, ContextRows(max_num_reqs, 1, device), log_probs, log_probs.long())
 
 
 def fitting(reaches: list[Reach], needed: int) -> Reach:

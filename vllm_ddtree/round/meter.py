@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ONE = 1 << 20
 """Fixed-point one of the path probabilities."""
-COPY_EVERY = 8
+COPY_EVERY = 4
 """Rounds between two copies to the host."""
 
 Reading = list[list[int]]
