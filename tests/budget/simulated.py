@@ -115,6 +115,7 @@ class Simulation:
         parts: of the load, in order.
         measured: (nodes, requests, true ms) -> what the measurement at start has found.
         longer: whether `measured` makes rounds longer only, as what disturbs them does.
+        narrow: what trees from few masks accept, over the others; None: there are none.
         scale: (nodes, requests) -> a served round's time over the table's.
         seed: of all that is random.
 
@@ -125,10 +126,11 @@ class Simulation:
         parts: Sequence[Part],
         measured: Callable[[int, int, float], float] = lambda nodes, n, ms: ms,
         longer: bool = True,
+        narrow: float | None = None,
         scale: Callable[[int, int], float] = lambda nodes, n: 1.0,
         seed: int = 0,
     ) -> None:
-        self.parts, self._scale = list(parts), scale
+        self.parts, self._scale, self._narrow = list(parts), scale, narrow
         self._random = np.random.default_rng(seed)
         limit = max(part.requests for part in parts)
         counts = [n for n in COUNTS if n <= graph_of(limit)]
@@ -146,10 +148,15 @@ class Simulation:
         chain = chain_budget(DEPTH)
         assert chain is not None
         chains = {shape: ms * 1.005 for shape, ms in shapes.items() if shape[0] == chain + 1}
-        self.costs = Costs(shapes, chains)
+        few = {
+            (rows, n): ms - self._saved(n)
+            for (rows, n), ms in shapes.items()
+            if narrow is not None and 1 < rows <= 8
+        }
+        self.costs = Costs(shapes, chains, few)
         self.auto = AutoBudget(self.costs, limit, DEPTH)
         self.watch = Watch(self.auto, self)
-        self._meter = np.zeros((6, ROWS), dtype=np.int64)
+        self._meter = np.zeros((8, ROWS), dtype=np.int64)
         self.now = 1000.0
         self.log: list[tuple[float, Choice, float]] = []
         """Of each step its time from the start, what it verified and the tokens it gave."""
@@ -163,7 +170,7 @@ class Simulation:
 
     def run(self) -> Simulation:
         """Serve the whole load."""
-        start, nodes, drafts, was_plain = self.now, 0, 0, True
+        start, nodes, drafts, was_plain, narrow = self.now, 0, 0, True, False
         ends = list(itertools.accumulate(part.seconds for part in self.parts))
         for part, end in zip(self.parts, ends, strict=True):
             while self.now - start < end:
@@ -178,28 +185,36 @@ class Simulation:
                 )
                 self.watch.scheduled(step)
                 chain = bool(step.ddtree_chains)
-                tokens = self._verify(part, nodes, chain)
+                tokens = self._verify(part, nodes, chain, narrow)
+                self.log.append((self.now - start, Choice(nodes, chain, narrow), tokens))
+                narrow = bool(step.ddtree_narrow)
                 if wanted:
                     drafts += 1
                     if wanted >= DEPTH or was_plain or drafts % 16 == 1:
                         self._build(part)
-                self.now += 1e-3 * self._ms(part.requests, nodes, wanted)
-                self.log.append((self.now - start, Choice(nodes, chain), tokens))
+                        narrow = False
+                self.now += 1e-3 * self._ms(part.requests, nodes, wanted, narrow)
                 self.watch.step(step, self.now)
                 was_plain = nodes == 0
                 nodes = wanted
         return self
 
-    def _ms(self, num_reqs: int, verified: int, drafted: int) -> float:
+    def _saved(self, n: int) -> float:
+        """Milliseconds that a draft of half the masks saves."""
+        return 0.4 * self._draft_ms(n)
+
+    def _draft_ms(self, n: int) -> float:
+        return min(0.9 + 0.045 * n, round_ms(1, n) - round_ms(0, n))
+
+    def _ms(self, num_reqs: int, verified: int, drafted: int, narrow: bool) -> float:
         """A step: what a round of its draft costs beyond plain decoding is split between both."""
         n = graph_of(num_reqs)
-        plain = round_ms(0, n)
-        draft = min(0.9 + 0.045 * n, round_ms(1, n) - plain)
+        draft = self._draft_ms(n)
         verify = round_ms(verified, n) - (draft if verified else 0.0)
-        ms = verify + (draft if drafted else 0.0)
+        ms = verify + (draft - (self._saved(n) if narrow else 0.0) if drafted else 0.0)
         return ms * self._scale(verified, n) * self._random.normal(1.0, 0.01)
 
-    def _verify(self, part: Part, nodes: int, chain: bool) -> float:
+    def _verify(self, part: Part, nodes: int, chain: bool, narrow: bool) -> float:
         if nodes == 0:
             return float(part.requests)
         text = part.text
@@ -208,8 +223,11 @@ class Simulation:
         )
         chances, claims = chances[: nodes + 1], claims.copy()[: nodes + 1]
         claims[0] = 1.0
+        if narrow and self._narrow is not None:
+            chances = np.concatenate(([1.0], self._narrow * chances[1:]))
+            claims = np.ones(nodes + 1)
         accepted = self._random.binomial(part.requests, np.minimum(1.0, chances))
-        rows = 4 if chain else 1
+        rows = 6 if narrow else 4 if chain else 1
         self._meter[rows, : nodes + 1] += (claims * ONE * part.requests).astype(np.int64)
         self._meter[rows + 1, : nodes + 1] += accepted
         return float(accepted.sum())
@@ -238,7 +256,7 @@ class Simulation:
         """Tokens a second of a choice that never changes."""
         n = graph_of(part.requests)
         ms = round_ms(choice.nodes, n) * self._scale(choice.nodes, n)
-        return 1e3 * part.requests * part.text.tokens(*choice) / ms
+        return 1e3 * part.requests * part.text.tokens(choice.nodes, choice.chain) / ms
 
     def best_static(self, part: Part) -> tuple[Choice, float]:
         """The best of all that have a graph."""

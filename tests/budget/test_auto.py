@@ -15,10 +15,11 @@ from vllm_ddtree.budget.auto import (
     READ_AFTER,
     READ_EVERY,
     AutoBudget,
+    Choice,
     Watch,
     attach,
 )
-from vllm_ddtree.budget.cost import FAR_RUN, Costs, lowered, measurable
+from vllm_ddtree.budget.cost import CHAIN, FAR_RUN, Costs, lowered, measurable
 from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.integration import observe_steps
 from vllm_ddtree.patches import scheduler as patches
@@ -166,7 +167,7 @@ def test_a_chain_where_it_is_faster() -> None:
     rounds = Rounds(64, sure, sure, chain_share=1.0)
     auto.acceptance.update(rounds.verify(63, 3000), 0.0)
     auto.refresh(0.0)
-    assert auto.choice(1) == (15, True) and auto[1] == 15
+    assert auto.choice(1) == Choice(15, True) and auto[1] == 15
     assert auto.ranges()[0] == (1, 8, "chain of 15")
     # A drafter whose best token is right half the time: trees, however cheap the chain.
     unsure = [1.0] + [0.5] * 31 + [0.0] * 32
@@ -181,16 +182,16 @@ def test_no_chain_deeper_than_the_drafter() -> None:
     costs = machine(knee=160)
     costs.chains = dict.fromkeys(costs.rounds, 0.01)
     auto = AutoBudget(costs, max_num_seqs=8, max_depth=9)
-    assert {auto.choice(n) for n in range(1, 9)} == {(7, True)}
+    assert {auto.choice(n) for n in range(1, 9)} == {Choice(7, True)}
 
 
 def test_chains_are_timed_apart() -> None:
     costs = Costs({(16, 4): 6.0, (8, 4): 5.0}, chains={(16, 4): 5.0})
     for _ in range(200):
-        costs.observe(15, 4, 8.0, chain=True)
-        costs.observe(7, 4, 5.5, chain=True)  # no such graph
-    chain, tree = costs.round_ms(15, 4, chain=True), costs.round_ms(15, 4)
-    assert chain == pytest.approx(8.0, rel=0.02) and costs.round_ms(7, 4, chain=True) is None
+        costs.observe(15, 4, 8.0, CHAIN)
+        costs.observe(7, 4, 5.5, CHAIN)  # no such graph
+    chain, tree = costs.round_ms(15, 4, CHAIN), costs.round_ms(15, 4)
+    assert chain == pytest.approx(8.0, rel=0.02) and costs.round_ms(7, 4, CHAIN) is None
     assert tree == pytest.approx(6.0 * 8.0 / 5.0, rel=0.02)  # the load is the same
 
 

@@ -17,7 +17,7 @@ from vllm_ddtree.budget.tiers import SCHEDULE, TIERS
 from vllm_ddtree.graphs.draft import ContextGraphManager, DraftGraphManager
 from vllm_ddtree.graphs.sizes import context_sizes
 from vllm_ddtree.proposer import speculator
-from vllm_ddtree.proposer.reach import context_alone, draft_reaches, make_reaches
+from vllm_ddtree.proposer.reach import context_alone, draft_reaches, make_narrow, make_reaches
 from vllm_ddtree.proposer.speculator import DDTreeSpeculator
 
 NUM_REQS, TOP_K = 40, 4
@@ -65,8 +65,11 @@ def made(auto: bool, positions: list[int], depth: int = 15) -> Any:
     made.reaches = make_reaches(positions, NUM_REQS, TOP_K, DEVICE)
     made.context_alone = context_alone(NUM_REQS, DEVICE) if auto else None
     step = SimpleNamespace(max_verify_len=0)
-    made.runtime = SimpleNamespace(max_depth=depth, step=step)  # type: ignore[assignment]
-    made.speculative_config = SimpleNamespace(auto_budget=auto)
+    made.runtime = SimpleNamespace(  # type: ignore[assignment]
+        max_depth=depth, step=step, narrow_asked=False
+    )
+    made.speculative_config = SimpleNamespace(auto_budget=auto, block_size=16)
+    made.narrow = make_narrow(made.reaches, 16) if auto else None
     made._drafts = 0
     return made
 
@@ -117,6 +120,30 @@ def test_auto_has_a_turn_of_the_longest() -> None:
     assert chosen == 2 * [15, *(every - 1) * [3]]
 
 
+def test_a_narrow_draft_where_it_is_asked_for_and_holds_both() -> None:
+    drafts = made(True, [15, 7, 3])
+    assert drafts.narrow.masks == 7 and drafts.narrow.manager != drafts.reaches[1].manager
+    drafts.runtime.narrow_asked, drafts._drafts = True, 1
+    for verified, drafted, narrow in ((3, 3, True), (7, 7, True), (7, 1, True), (15, 3, False)):
+        drafts.runtime.step.max_verify_len = verified + 1
+        assert (drafts._choose_reach(drafted, False) is drafts.narrow) == narrow
+    drafts.runtime.step.max_verify_len = 4
+    assert drafts._choose_reach(11, False).positions == 15
+    assert drafts._choose_reach(3, dummy_run=True) is drafts.narrow  # it is measured
+    drafts.runtime.narrow_asked = False
+    assert drafts._choose_reach(3, False).masks is None
+    for reach in drafts._with_graphs():
+        setattr(drafts, reach.manager, None)
+    with drafts._drafting(drafts.narrow):
+        assert (drafts.num_query_per_req, drafts.num_speculative_steps) == (8, 7)
+    assert (drafts.num_query_per_req, drafts.num_speculative_steps) == (16, 15)
+
+
+def test_where_there_are_no_narrow_drafts() -> None:
+    assert make_narrow(make_reaches([7, 3], NUM_REQS, TOP_K, DEVICE), 8) is None
+    assert make_narrow(make_reaches([15, 3], NUM_REQS, TOP_K, DEVICE), 16) is None
+
+
 class Graphs:
     """A stand-in for a reach's graph manager: what the speculator is while it captures."""
 
@@ -130,6 +157,7 @@ class Graphs:
             (
                 drafts.reach.positions,
                 drafts._num_graph_context_tokens(2),
+                drafts.num_query_per_req,
             )
         )
 
@@ -140,6 +168,7 @@ def test_graphs_of_each_reach_are_captured(auto: bool) -> None:
     seen: list[tuple[int, ...]] = []
     for reach in drafts._with_graphs():
         setattr(drafts, reach.manager, Graphs(drafts, seen))
+    drafts.num_query_per_req = 16
     buffers = torch.zeros(4, dtype=torch.int64)
     drafts.sample_indices = drafts.sample_pos = drafts.sample_idx_mapping = buffers
     drafts._context_slot_mappings = buffers
@@ -151,7 +180,8 @@ def test_graphs_of_each_reach_are_captured(auto: bool) -> None:
     drafts.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     drafts.capture()
     # The context alone has a row a request.
-    assert seen == [(15, 32), (7, 16), (3, 8), (0, 2)][: 4 if auto else 3]
+    usual = [(15, 32, 16), (7, 16, 16), (3, 8, 16)]
+    assert seen == [*usual, (7, 16, 8), (0, 2, 16)][: 5 if auto else 3]
     # Between drafts vLLM sees the longest.
     assert drafts.reach is drafts.reaches[0]
     assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15

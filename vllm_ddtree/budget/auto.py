@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm_ddtree import integration
 from vllm_ddtree.budget.acceptance import Acceptance
 from vllm_ddtree.budget.agree import Agree, agreement
-from vllm_ddtree.budget.cost import Costs
+from vllm_ddtree.budget.cost import CHAIN, NARROW, TREE, Costs
 from vllm_ddtree.budget.fit import StepTokens
 from vllm_ddtree.budget.tiers import TIERS, chain_budget
 from vllm_ddtree.budget.tries import (
@@ -30,7 +30,12 @@ from vllm_ddtree.budget.tries import (
     TIMING_STEPS,
     Tries,
 )
-from vllm_ddtree.round.marks import ask_for_chains, asks_for_chains
+from vllm_ddtree.round.marks import (
+    ask_for_chains,
+    ask_for_narrow,
+    asks_for_chains,
+    asks_for_narrow,
+)
 from vllm_ddtree.round.meter import Reading, read_meter
 
 if TYPE_CHECKING:
@@ -60,11 +65,20 @@ class Choice(NamedTuple):
     nodes: int
     chain: bool
     """Whether the nodes are verified as a chain."""
+    narrow: bool = False
+    """Whether they are drafted with few masks."""
+
+    @property
+    def form(self) -> int:
+        """Of its rounds (cost.py)."""
+        return NARROW if self.narrow else CHAIN if self.chain else TREE
 
     def __str__(self) -> str:
         if self.nodes == 0:
             return "plain decoding"
-        return f"a chain of {self.nodes}" if self.chain else f"trees of {self.nodes}"
+        if self.chain:
+            return f"a chain of {self.nodes}"
+        return f"trees of {self.nodes}" + (", drafted with few masks" if self.narrow else "")
 
 
 PLAIN = Choice(0, False)
@@ -99,6 +113,8 @@ class AutoBudget:
         self._choices: list[Choice] = [Choice(budget, False) for budget in TIERS]
         if (chain := chain_budget(max_depth)) is not None:
             self._choices.append(Choice(chain, True))
+        nodes = {rows - 1 for rows, _ in costs.narrow}
+        self._choices += [Choice(budget, False, True) for budget in TIERS if budget in nodes]
         self._best_of: dict[int, Choice] = {}
         self._present: Choice | None = None
         self.tries = Tries()
@@ -107,6 +123,7 @@ class AutoBudget:
         # What choices follow: tokens a round, and costs. With several schedulers these are the
         # first rank's, as they were at the last refresh; else they are the live ones.
         self._tokens: dict[Choice, float] = {}
+        self._at_most: dict[Choice, float] = {}  # tokens of choices that are not known yet
         self._known = False  # whether tokens were seen, not only guessed
         self._costs = costs
         self.refresh(0.0)
@@ -141,12 +158,18 @@ class AutoBudget:
             The time that all ranks take for now.
 
         """
-        self._tokens = {each: 1 + self.acceptance.expected(*each) for each in self._choices}
+        for each in self._choices:
+            if each.narrow:
+                likely, most = self.acceptance.narrow(each.nodes)
+            else:
+                likely = most = self.acceptance.expected(each.nodes, each.chain)
+            self._tokens[each], self._at_most[each] = 1 + likely, 1 + most
         self._known = self.acceptance.known
         if self._agree is not None:
             # A copy: the first rank's live costs go on from here, its choices must not.
-            seen = self._tokens, self._known, copy.deepcopy(self.costs), now
-            self._tokens, self._known, self._costs, now = self._agree(seen)
+            seen = self._tokens, self._at_most, self._known, copy.deepcopy(self.costs), now
+            agreed = self._agree(seen)
+            self._tokens, self._at_most, self._known, self._costs, now = agreed
         self._best_of.clear()
         if self._refreshed is not None:
             self.tries.earn(now - self._refreshed)
@@ -160,7 +183,7 @@ class AutoBudget:
         most = self._step_tokens.largest(num_reqs) if self._step_tokens else max(TIERS)
         rates = {}
         for choice in self._choices:
-            ms = self._costs.round_ms(choice.nodes, num_reqs, choice.chain)
+            ms = self._costs.round_ms(choice.nodes, num_reqs, choice.form)
             if ms is not None and choice.nodes <= most:
                 rates[choice] = self._tokens[choice] / ms
         return rates
@@ -189,7 +212,7 @@ class AutoBudget:
 
         def price(tried: Choice, tokens: float) -> float:
             """Milliseconds that a round is expected to lose; no round is a gift."""
-            ms = self._costs.round_ms(tried.nodes, num_reqs, tried.chain)
+            ms = self._costs.round_ms(tried.nodes, num_reqs, tried.form)
             assert ms is not None  # it has a rate
             return max(ms - tokens / rates[present], LEAST_PRICE * ms)
 
@@ -201,25 +224,28 @@ class AutoBudget:
             if not self._known:
                 return  # what drafts cost does not matter yet
         hoped = {
-            choice: self._tokens[choice] / ms
+            choice: self._at_most[choice] / ms
             for choice in others
-            if (ms := self._costs.hopeful_ms(choice.nodes, num_reqs, choice.chain))
+            if (ms := self._costs.hopeful_ms(choice.nodes, num_reqs, choice.form))
         }
         for tried in sorted(hoped, key=lambda choice: -hoped[choice]):  # a cheap one, meanwhile
             ms = TIMING_STEPS * price(tried, self._tokens[tried])
-            if hoped[tried] > rates[present] and self.tries.start(
+            if hoped[tried] > MARGIN * rates[present] and self.tries.start(
                 tried, TIMING_SHARE, TIMING_STEPS, ms
             ):
                 return
 
     def ranges(self) -> list[tuple[int, int, int | str]]:
-        """(first, last, budget), as in `budget_per_batch_size`; "chain of n" for chains."""
+        """(first, last, budget), as in `budget_per_batch_size`; "chain of n" for chains.
+
+        It does not say how the nodes are drafted.
+        """
         found: list[tuple[int, int, int | str]] = []
         best = [self._best(1, None)]
         for num_reqs in range(2, self._size):  # each as if one request more had just come
             best.append(self._best(num_reqs, best[-1]))
         for (budget, chain), group in itertools.groupby(
-            range(1, self._size), key=lambda num_reqs: best[num_reqs - 1]
+            range(1, self._size), key=lambda num_reqs: best[num_reqs - 1][:2]
         ):
             members = list(group)
             found.append((members[0], members[-1], f"chain of {budget}" if chain else budget))
@@ -231,7 +257,7 @@ class AutoBudget:
         rates, best = self._rates(num_reqs), self.choice(num_reqs)
         if best not in rates:
             return f"{num_reqs} requests: {best}, as no CUDA graph holds so many"
-        ms = self._costs.round_ms(best.nodes, num_reqs, best.chain)
+        ms = self._costs.round_ms(best.nodes, num_reqs, best.form)
         said = f"{num_reqs} requests: {best}, {self._tokens[best]:.2f} tokens in {ms:.2f} ms"
         others = {choice: rate for choice, rate in rates.items() if choice != best}
         if others:
@@ -264,15 +290,16 @@ class Watch:
         self._tries_said = (0, 0.0)
 
     def scheduled(self, scheduler_output: SchedulerOutput) -> None:
-        """A step is about to run: mark it as one of trees or one of chains."""
+        """A step is about to run: mark it as one of trees or one of chains, and how it drafts."""
         lengths = scheduler_output.num_scheduled_tokens
         if len(lengths) > 0:
             rows, chain = max(lengths.values()), False
             if rows == min(lengths.values()):
                 drafted = self._drafted or self.auto.choice(len(lengths))
-                chain = drafted == (rows - 1, True)
+                chain = drafted[:2] == (rows - 1, True)
             ask_for_chains(scheduler_output, chain)
             self._drafted = self.auto.wanted(len(lengths))
+            ask_for_narrow(scheduler_output, self._drafted.narrow)
             self.auto.tries.step()
 
     def step(self, scheduler_output: SchedulerOutput, now: float) -> None:
@@ -284,7 +311,7 @@ class Watch:
         like = _round_of(scheduler_output)
         self._run = self._run + 1 if like is not None and like == self._like else 0
         if self._run >= STEADY and like is not None:
-            self.auto.costs.observe(like.nodes, like.num_reqs, 1e3 * (now - self._last), like.chain)
+            self.auto.costs.observe(like.nodes, like.num_reqs, 1e3 * (now - self._last), like.form)
         self._last, self._like = now, like
         self._steps += 1
         if self._steps % READ_EVERY == 0:
@@ -318,7 +345,8 @@ class Round(NamedTuple):
 
     nodes: int
     num_reqs: int
-    chain: bool
+    form: int
+    """As in cost.py."""
 
 
 def _round_of(scheduler_output: SchedulerOutput) -> Round | None:
@@ -332,7 +360,10 @@ def _round_of(scheduler_output: SchedulerOutput) -> Round | None:
         return None
     if getattr(scheduler_output, "num_spec_tokens_to_schedule", rows - 1) != rows - 1:
         return None
-    return Round(rows - 1, len(lengths), asks_for_chains(scheduler_output))
+    narrow, chain = asks_for_narrow(scheduler_output), asks_for_chains(scheduler_output)
+    if narrow and chain:
+        return None  # a change of both
+    return Round(rows - 1, len(lengths), NARROW if narrow else CHAIN if chain else TREE)
 
 
 def attach(engine_core: EngineCore, costs: Costs) -> integration.Observer | None:
@@ -368,7 +399,9 @@ def attach(engine_core: EngineCore, costs: Costs) -> integration.Observer | None
     for num_reqs in (1, 8, 32, 128):
         times = [(str(budget), costs.round_ms(budget, num_reqs)) for budget in reversed(TIERS)]
         if chain is not None:
-            times.append((f"chain of {chain}", costs.round_ms(chain, num_reqs, chain=True)))
+            times.append((f"chain of {chain}", costs.round_ms(chain, num_reqs, CHAIN)))
+        narrow = [(budget, costs.round_ms(budget, num_reqs, NARROW)) for budget in reversed(TIERS)]
+        times += [(f"{budget} with few masks", ms) for budget, ms in narrow]
         words = ", ".join(f"{budget} {ms:.2f}" for budget, ms in times if ms is not None)
         logger.info("ddtree: %d requests, ms a round by budget: %s", num_reqs, words or "no graph")
     logger.info("ddtree: budget=auto starts with %s (first, last request, nodes)", auto.ranges())

@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ddtree import integration
-from vllm_ddtree.round.marks import ask_for_chains
+from vllm_ddtree.round.marks import ask_for_chains, ask_for_narrow
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-WARM_UP = 2
+WARM_UP = 1
 PASSES = 2
 """Times that all shapes are timed, one after the other."""
-REPEATS = 3
+REPEATS = 2
 WINDOW = 40
 """Rounds over which observed times are averaged."""
 FAR = 1.25
@@ -54,6 +55,8 @@ MEMORY = 2000
 
 Shape = tuple[int, int]
 """(rows a request, requests) of a captured graph."""
+TREE, CHAIN, NARROW = 0, 1, 2
+"""Forms of a round: trees, chains, trees from a narrow draft."""
 
 
 @dataclass
@@ -64,9 +67,11 @@ class Costs:
     """Target forward, logits and draft (no draft for one row), as measured at start."""
     chains: dict[Shape, float] = field(default_factory=dict)
     """The same of rounds that verify chains, where there are graphs for them."""
-    _far: dict[tuple[Shape, bool], list[float]] = field(default_factory=dict)
+    narrow: dict[Shape, float] = field(default_factory=dict)
+    """The same of trees from a narrow draft (proposer/reach.py), where there are such drafts."""
+    _far: dict[tuple[Shape, int], list[float]] = field(default_factory=dict)
     """Rounds in a row that were far from the mean on one side, over the measured time."""
-    _observed: dict[tuple[Shape, bool], tuple[int, float, int]] = field(default_factory=dict)
+    _observed: dict[tuple[Shape, int], tuple[int, float, int]] = field(default_factory=dict)
     """Rounds seen, their mean time over the measured time, and when the last one was."""
     _near: dict[int, float] = field(default_factory=dict)
     """The latest such mean, by the power of two above the shape's tokens."""
@@ -85,29 +90,33 @@ class Costs:
         index = bisect.bisect_left(counts, num_reqs)
         return (budget + 1, counts[index]) if index < len(counts) else None
 
-    def round_ms(self, budget: int, num_reqs: int, chain: bool = False) -> float | None:
+    def round_ms(self, budget: int, num_reqs: int, form: int = TREE) -> float | None:
         """A round of `num_reqs` requests with `budget` nodes each; None if no graph serves it."""
         shape = self.shape(budget, num_reqs)
-        ms = self._measured(shape, chain)
-        return None if shape is None or ms is None else ms * self._correction(shape, chain)
+        ms = self._measured(shape, form)
+        return None if shape is None or ms is None else ms * self._correction(shape, form)
 
-    def _measured(self, shape: Shape | None, chain: bool) -> float | None:
-        return None if shape is None else (self.chains if chain else self.rounds).get(shape)
+    def _measured(self, shape: Shape | None, form: int) -> float | None:
+        return None if shape is None else self.of(form).get(shape)
 
-    def observe(self, budget: int, num_reqs: int, ms: float, chain: bool = False) -> None:
+    def of(self, form: int) -> dict[Shape, float]:
+        """The measured rounds of a form."""
+        return (self.rounds, self.chains, self.narrow)[form]
+
+    def observe(self, budget: int, num_reqs: int, ms: float, form: int = TREE) -> None:
         """A round took `ms`. A time that no round can take (a pause, a burst) is not counted."""
         shape = self.shape(budget, num_reqs)
-        measured = self._measured(shape, chain)
+        measured = self._measured(shape, form)
         if shape is None or measured is None or ms <= 0.0:
             return
-        count, mean, weight = 0, self._correction(shape, chain), 1.0
-        if (shape, chain) in self._observed:
-            count, _, weight = self._remembered(shape, chain)
+        count, mean, weight = 0, self._correction(shape, form), 1.0
+        if (shape, form) in self._observed:
+            count, _, weight = self._remembered(shape, form)
         ratio = ms / measured
-        if believed := self._believed(shape, chain, ratio, mean):
+        if believed := self._believed(shape, form, ratio, mean):
             count, mean = FAR_RUN, believed
             if not 1 / WRONG < believed < WRONG:
-                (self.chains if chain else self.rounds)[shape] = believed * measured
+                self.of(form)[shape] = believed * measured
                 mean = 1.0
         elif not 0.5 < ratio / mean < 4.0:
             return
@@ -117,15 +126,15 @@ class Costs:
             ratio = min(max(ratio, mean / FAR), mean * FAR)
             mean += (ratio - mean) / min(count, WINDOW)
         self._clock += 1
-        self._observed[shape, chain] = count, mean, self._clock
+        self._observed[shape, form] = count, mean, self._clock
         self._near[_size(shape)] = mean
         since = self._clock - MEMORY // 2
         recent = (mean for _, mean, last in self._observed.values() if last > since)
         self._latest = statistics.median(recent)
 
-    def _believed(self, shape: Shape, chain: bool, ratio: float, mean: float) -> float | None:
+    def _believed(self, shape: Shape, form: int, ratio: float, mean: float) -> float | None:
         """What the latest rounds agree on, if all of them were far from the mean."""
-        far = self._far.setdefault((shape, chain), [])
+        far = self._far.setdefault((shape, form), [])
         if not 1 / FAR < ratio / mean < FAR:
             if far and (far[0] > mean) != (ratio > mean):
                 far.clear()
@@ -138,42 +147,44 @@ class Costs:
         far.clear()
         return found
 
-    def hopeful_ms(self, budget: int, num_reqs: int, chain: bool = False) -> float | None:
+    def hopeful_ms(self, budget: int, num_reqs: int, form: int = TREE) -> float | None:
         """The least that such a round may take; None as above.
 
         A round that was never served takes no less than a smaller one that was.
         """
         shape = self.shape(budget, num_reqs)
-        measured = self._measured(shape, chain)
+        measured = self._measured(shape, form)
         if shape is None or measured is None:
             return None
-        ms = measured * self._correction(shape, chain)
-        sure = self._sure(shape, chain)
+        ms = measured * self._correction(shape, form)
+        sure = self._sure(shape, form)
         if sure >= 0.1:
             return STALE_HOPE * ms if sure < 0.5 else ms
+        if form == NARROW:
+            return ms  # a draft of fewer masks may well be cheaper than one of fewer nodes
         smaller = [
-            self.rounds[rows, n] * self._correction((rows, n), False)
-            for (rows, n), form in self._observed
-            if n == shape[1] and rows < shape[0] and not form
+            self.rounds[rows, n] * self._correction((rows, n), TREE)
+            for (rows, n), other in self._observed
+            if n == shape[1] and rows < shape[0] and other == TREE
         ]
         return min(ms, measured, max(smaller, default=HOPE * ms))
 
-    def _sure(self, shape: Shape, chain: bool) -> float:
+    def _sure(self, shape: Shape, form: int) -> float:
         """How well a cost is known: 1 from rounds served, 0 from the start alone."""
-        if (shape, chain) not in self._observed:
+        if (shape, form) not in self._observed:
             return 0.0
-        count, _, weight = self._remembered(shape, chain)
+        count, _, weight = self._remembered(shape, form)
         return weight * min(1.0, count / SURE)
 
-    def _remembered(self, shape: Shape, chain: bool) -> tuple[int, float, float]:
+    def _remembered(self, shape: Shape, form: int) -> tuple[int, float, float]:
         """Rounds observed, their mean, and the weight that is left of that by now."""
-        count, mean, last = self._observed[shape, chain]
+        count, mean, last = self._observed[shape, form]
         return count, mean, math.exp((last - self._clock) / MEMORY)
 
-    def _correction(self, shape: Shape, chain: bool) -> float:
+    def _correction(self, shape: Shape, form: int) -> float:
         """Observed over measured time, of this shape or else of one of about as many tokens."""
-        if (shape, chain) in self._observed:
-            _, mean, weight = self._remembered(shape, chain)
+        if (shape, form) in self._observed:
+            _, mean, weight = self._remembered(shape, form)
             return weight * mean + (1.0 - weight) * self._latest
         size = _size(shape)
         for near in (size, size - 1, size + 1):
@@ -198,11 +209,14 @@ def lowered(times: dict[Shape, float]) -> dict[Shape, float]:
     }
 
 
-def _round(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> None:
+def _round(runner: GPUModelRunner, rows: int, num_reqs: int, form: int) -> None:
     """One dummy round, with no live tree in it."""
-    state, logits = integration.dummy_step(
-        runner, num_reqs, rows, lambda output: ask_for_chains(output, chain)
-    )
+
+    def ask(output: SchedulerOutput) -> None:
+        ask_for_chains(output, form == CHAIN)
+        ask_for_narrow(output, form == NARROW)
+
+    state, logits = integration.dummy_step(runner, num_reqs, rows, ask)
     logits.argmax(-1)
     step = runner.model_state.runtime.step
     if rows > 1:
@@ -222,14 +236,14 @@ def measurable(shapes: Iterable[Shape], max_drafts: int) -> list[Shape]:
     return sorted(fitting, key=lambda shape: (shape[0] * shape[1], shape))
 
 
-def _time(runner: GPUModelRunner, rows: int, num_reqs: int, chain: bool) -> float:
+def _time(runner: GPUModelRunner, rows: int, num_reqs: int, form: int) -> float:
     """Milliseconds of a dummy round."""
     for _ in range(WARM_UP):
-        _round(runner, rows, num_reqs, chain)
+        _round(runner, rows, num_reqs, form)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
     events[0].record()
     for i in range(REPEATS):
-        _round(runner, rows, num_reqs, chain)
+        _round(runner, rows, num_reqs, form)
         events[i + 1].record()
     torch.cuda.synchronize()
     return min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
@@ -254,6 +268,8 @@ def measure(worker: Worker) -> Costs:
         ),
         runner.scheduler_config.max_num_batched_tokens // runner.speculator.num_query_per_req,
     )
+    most = runner.speculator.narrow.positions if runner.speculator.narrow else 0
+    narrow = {(rows, n) for rows, n in shapes if 1 < rows <= most + 1}
     chains = {
         (desc.num_tokens // desc.num_reqs, desc.num_reqs)
         for desc in getattr(manager.graphs, "chains", {})
@@ -261,11 +277,12 @@ def measure(worker: Worker) -> Costs:
     with integration.random_tokens(runner):
         for _ in range(PASSES):
             for shape in shapes:
-                for form, times in ((False, costs.rounds), (True, costs.chains)):
-                    if not form or shape in chains:
-                        ms = _time(runner, *shape, chain=form)
+                for form, having in ((TREE, shapes), (CHAIN, chains), (NARROW, narrow)):
+                    if shape in having:
+                        ms, times = _time(runner, *shape, form), costs.of(form)
                         times[shape] = min(ms, times.get(shape, ms))
-    costs.rounds, costs.chains = lowered(costs.rounds), lowered(costs.chains)
+    for form in (TREE, CHAIN, NARROW):
+        costs.of(form).update(lowered(costs.of(form)))
     # Dummy rounds name indices of requests: leave no trees there, and no counts.
     runtime = runner.model_state.runtime
     runtime.trees.parents.fill_(-1)

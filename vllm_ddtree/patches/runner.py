@@ -54,9 +54,11 @@ def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         if is_ddtree(self.vllm_config.speculative_config):
-            from vllm_ddtree.round.marks import asks_for_chains
+            from vllm_ddtree.round.marks import asks_for_chains, asks_for_narrow
 
-            self.model_state.runtime.chains_asked = asks_for_chains(scheduler_output)
+            runtime = self.model_state.runtime
+            runtime.chains_asked = asks_for_chains(scheduler_output)
+            runtime.narrow_asked = asks_for_narrow(scheduler_output)
         return original(self, scheduler_output, *args, **kwargs)
 
     return execute

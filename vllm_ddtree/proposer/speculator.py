@@ -34,6 +34,7 @@ from vllm_ddtree.proposer.reach import (
     context_alone,
     draft_reaches,
     fitting,
+    make_narrow,
     make_reaches,
 )
 from vllm_ddtree.round import runtime
@@ -113,6 +114,8 @@ class DDTreeSpeculator(DFlashSpeculator):
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.reaches = make_reaches(positions, max_num_reqs, rt.top_k, device)
         """The reaches that a draft may have, the longest first."""
+        self.narrow = make_narrow(self.reaches, spec.block_size) if spec.auto_budget else None
+        """The reach of few masks; None where there is none."""
         self.context_alone = context_alone(max_num_reqs, device) if 0 in budgets else None
         """The reach of steps that draft nothing; None if there are none."""
         self.reach = self.reaches[0]
@@ -133,7 +136,7 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def _with_graphs(self) -> list[Reach]:
         """All reaches, the longest first."""
-        return [*self.reaches, *([self.context_alone] if self.context_alone else [])]
+        return [*self.reaches, *filter(None, (self.narrow, self.context_alone))]
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """vLLM's drafter, checked."""
@@ -158,6 +161,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         """Make vLLM's parts draft with this reach, and its graphs."""
         self.reach = reach
         self.query_cudagraph_manager = getattr(self, reach.manager)
+        self.num_speculative_steps = self._masks(reach)
+        self.num_query_per_req = 1 + self.num_speculative_steps
+
+    def _masks(self, reach: Reach) -> int:
+        """Masked queries of each block."""
+        return self.speculative_config.block_size - 1 if reach.masks is None else reach.masks
 
     def _choose_reach(self, num_nodes: int | None, dummy_run: bool) -> Reach:
         """The shortest reach for what the step has verified and for `num_nodes` to draft.
@@ -176,7 +185,11 @@ class DDTreeSpeculator(DFlashSpeculator):
             self._drafts += 1
             if self._drafts % LONGEST_EVERY == 1 or rt.step.max_verify_len == 0:
                 return self.reaches[0]
-        return fitting(self.reaches, min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1)))
+        needed = min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1))
+        reach = fitting(self.reaches, needed)
+        if rt.narrow_asked and num_nodes > 0 and self.narrow:
+            return self.narrow if reach.positions <= self.narrow.positions else reach
+        return reach
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Graph managers of each reach, in the mode that DFlash chooses; then the start-up line."""
@@ -185,7 +198,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         for reach in self._with_graphs():
             kind = DraftGraphManager if reach.positions else ContextGraphManager
             manager = kind(
-                self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
+                self.vllm_config, self.device, chosen, decode_query_len=1 + self._masks(reach)
             )
             setattr(self, reach.manager, manager)
         self._set_reach(self.reaches[0])
@@ -349,6 +362,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             kwargs["num_speculative_tokens"] = None  # at 0 vLLM launches kernel by kernel
         else:
             reaches = [self._choose_reach(num_nodes, kwargs.get("dummy_run", False))]
+            self.runtime.narrow_drafted = reaches[0] is self.narrow
         if aux_hidden_states and step.verified and not step.as_chains:
             input_batch, aux_hidden_states, num_rejected = self._path_to_front(
                 reaches[0], input_batch, aux_hidden_states, num_rejected

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _CHAINS = "ddtree_chains"
 _CUT = "ddtree_cut"
+_NARROW = "ddtree_narrow"
 
 
 def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
@@ -20,6 +21,16 @@ def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
 def asks_for_chains(scheduler_output: SchedulerOutput) -> bool:
     """Whether a step is to verify chains."""
     return getattr(scheduler_output, _CHAINS, False)
+
+
+def ask_for_narrow(scheduler_output: SchedulerOutput, narrow: bool) -> None:
+    """Say whether a step drafts with few masks."""
+    setattr(scheduler_output, _NARROW, narrow)
+
+
+def asks_for_narrow(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a step is to draft with few masks."""
+    return getattr(scheduler_output, _NARROW, False)
 
 
 def note_cut(scheduler_output: SchedulerOutput, nodes: int | None) -> None:

@@ -42,6 +42,10 @@ class Runtime:
     """What the rounds have shown so far."""
     chains_asked: bool = False
     """Whether the scheduler (or a capture) wants the step's trees verified as chains."""
+    narrow_asked: bool = False
+    """Whether the scheduler wants the step to draft with few masks."""
+    narrow_drafted: bool = False
+    """Whether the latest trees were drafted with few masks."""
     step: Step = field(default_factory=Step)
     """The step in progress, as the host knows it."""
     attention_words: str = ""

@@ -227,7 +227,7 @@ class TreeRejectionSampler(RejectionSampler):
             chunk.layout,
             rt.paths.part(start, end),
             emitted.part(start, end),
-            rt.meter.verified(rt.trees, rt.step.as_chains),
+            rt.meter.verified(rt.trees, rt.step.as_chains, rt.narrow_drafted),
         )
 
     def _logprobs(
