@@ -35,6 +35,7 @@ from vllm_ddtree.round.marks import (
     ask_for_narrow,
     asks_for_chains,
     asks_for_narrow,
+    note_choice,
 )
 from vllm_ddtree.round.meter import Reading, read_meter
 
@@ -300,6 +301,8 @@ class Watch:
             ask_for_chains(scheduler_output, chain)
             self._drafted = self.auto.wanted(len(lengths))
             ask_for_narrow(scheduler_output, self._drafted.narrow)
+            tried = self._drafted != self.auto.choice(len(lengths))
+            note_choice(scheduler_output, tried, self._drafted == PLAIN)
             self.auto.tries.step()
 
     def step(self, scheduler_output: SchedulerOutput, now: float) -> None:

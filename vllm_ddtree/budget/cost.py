@@ -7,8 +7,8 @@ collectives meet. A busy host makes a round longer, never shorter. So all shapes
 while apart, the shortest time counts, and no round costs more than one of more nodes or requests.
 
 The tokens of dummy rounds are random, so that a mixture of experts wakes about as many of its
-experts as by text. Dummy rounds have next to no context, and a machine under load clocks lower. So the scheduler
-corrects the measured times by those of the rounds served.
+experts as by text. Dummy rounds have next to no context, and a machine under load clocks lower. So
+the scheduler corrects the measured times by those of the rounds served.
 """
 
 from __future__ import annotations
