@@ -20,7 +20,7 @@ PACKAGE = ROOT / "vllm_ddtree"
 DOCUMENTS = [
     ROOT / "README.md",
     *sorted(ROOT.glob("*/README.md")),
-    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
     ROOT / "benchmarks" / "results" / "README.md",
 ]
 NAMING_CODE = ("architecture.md", "glossary.md")

@@ -5,6 +5,7 @@ vLLM's model runner calls a `ModelState` (v1/worker/gpu/model_states/interface.p
 target's forward. A round passes here in this order:
 
     add_request, apply_staged_writes   requests that verify their chain alone
+    preprocess_state                   how many rows of each request are sampled, for adapters
     prepare_attn                       the step is planned, its rows are filled
     prepare_inputs                     the target verifies all rows in one forward
     custom_sampler                     the sampler samples every row and walks
@@ -27,6 +28,7 @@ from vllm_ddtree.config.loaded_target import check_loaded_target
 from vllm_ddtree.invariants.checks import Checks
 from vllm_ddtree.invariants.stop import enabled_on_all_ranks
 from vllm_ddtree.round import runtime
+from vllm_ddtree.round.axes import place_nodes
 from vllm_ddtree.round.kinds import step_kinds
 from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.round.plan import mixed_tree_tokens, plan_step
@@ -97,7 +99,9 @@ class DDTreeModelState(DefaultModelState):
         self._chain_requests = ChainRequests(vllm_config.scheduler_config.max_num_seqs)
         self._mixed_tree_tokens = mixed_tree_tokens(vllm_config)
         self._draft_names: frozenset[str] = frozenset()
-        self._checks = Checks() if enabled_on_all_ranks() else None
+        connected = vllm_config.kv_transfer_config is not None
+        self._checks = Checks(others_write=connected) if enabled_on_all_ranks() else None
+        self._num_logits: np.ndarray | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -126,6 +130,21 @@ class DDTreeModelState(DefaultModelState):
         super().apply_staged_writes()
         self._chain_requests.apply(self.runtime.trees)
 
+    def preprocess_state(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> None:
+        """Note how many rows of each request are sampled; dummy steps do not come here."""
+        super().preprocess_state(input_batch, *args, **kwargs)
+        self._num_logits = np.diff(input_batch.cu_num_logits_np)
+
+    def take_num_logits(self) -> np.ndarray | None:
+        """Rows to sample of each request of the step that begins; None: a dummy step, or taken.
+
+        Returns:
+            int32 [num_reqs].
+
+        """
+        taken, self._num_logits = self._num_logits, None
+        return taken
+
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -148,9 +167,11 @@ class DDTreeModelState(DefaultModelState):
                 self.runtime, self._target_caches.compactors, block_tables, input_batch.seq_lens
             )
         # The drafter's layers run later, with metadata of their own. Where they share a group with
-        # the target's (vLLM's chain) they cost nothing here.
-        of_drafter = self._draft_names.issuperset
-        attn_groups = [[g for g in kv if not of_drafter(g.layer_names)] for kv in attn_groups]
+        # the target's (vLLM's chain) they cost nothing here. A KV connector that loads before the
+        # forward asks for the metadata of all layers whose keys it brings.
+        if self.vllm_config.kv_transfer_config is None:
+            of_drafter = self._draft_names.issuperset
+            attn_groups = [[g for g in kv if not of_drafter(g.layer_names)] for kv in attn_groups]
         return super().prepare_attn(
             input_batch,
             cudagraph_mode,
@@ -207,14 +228,29 @@ class DDTreeModelState(DefaultModelState):
             step.kinds = step_kinds(chains.of(batch.idx_mapping_np), chains.all, step.kind)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """The target's inputs: a tree row's position is the committed length + its depth."""
-        inputs = super().prepare_inputs(input_batch, req_states)
-        positions = self.runtime.rows.positions[: input_batch.num_tokens_after_padding]
-        return {**inputs, "positions": positions}
+        """The target's inputs: a tree row's position is the committed length + its depth.
+
+        Where positions have several axes it is so on each, counted from where images leave them.
+        """
+        inputs, rt = super().prepare_inputs(input_batch, req_states), self.runtime
+        if self.rope_state is None:
+            positions = rt.rows.positions[: input_batch.num_tokens_after_padding]
+            return {**inputs, "positions": positions}
+        if rt.step.max_verify_len:
+            place_nodes(
+                rt.rows,
+                Layout.of(input_batch),
+                self.rope_state.prefill_delta.gpu,
+                self.rope_state.positions,
+                rt.num_rows,
+            )
+        return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The inputs of a captured graph, with the same persistent positions."""
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        if self.rope_state is not None:
+            return inputs
         return {**inputs, "positions": self.runtime.rows.positions[:num_tokens]}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:

@@ -63,12 +63,17 @@ def scheduler(drafts: list[int], waiting: int = 0, most: int = 8) -> Any:
         )
         for n in drafts
     ]
-    config = SimpleNamespace(long_prefill_token_threshold=0)
+    config = SimpleNamespace(
+        long_prefill_token_threshold=0,
+        long_prefill_token_threshold_adaptive=False,
+        max_num_batched_tokens=0,
+    )
     return SimpleNamespace(
         running=running,
         waiting=[None] * waiting,
         max_num_running_reqs=most,
         scheduler_config=config,
+        get_request_counts=lambda: (len(running), waiting),
     )
 
 
@@ -79,6 +84,18 @@ def test_prefills_ahead_take_their_tokens_first(threshold: int, left: int) -> No
     of.scheduler_config.long_prefill_token_threshold = threshold
     rows = 40 if threshold == 0 else 60  # with a threshold half of the step is the limit
     fit_step(of, StepTokens(rows, rows, 0), ())
+    assert lengths(of) == [0, 0, left, left]
+
+
+@pytest.mark.parametrize(("waiting", "left"), [(0, 1), (6, 5)])
+def test_an_adaptive_threshold_is_a_fair_share(waiting: int, left: int) -> None:
+    """Of 60 tokens each of four requests may take 15, each of ten 6: prefills take 10, or 6."""
+    of = scheduler([0, 0, 31, 31], waiting)
+    of.scheduler_config.long_prefill_token_threshold = 4
+    of.scheduler_config.long_prefill_token_threshold_adaptive = True
+    of.scheduler_config.max_num_batched_tokens = 60
+    # 24 tokens less the prefills': 4 rows are left for two requests, or 12.
+    fit_step(of, StepTokens(24, 60, 0), ())
     assert lengths(of) == [0, 0, left, left]
 
 

@@ -25,7 +25,6 @@ def test_a_sliding_window_target(tmp_path: Path) -> None:
         ("is_hybrid", True, "recurrent layers"),
         ("is_attention_free", True, "recurrent layers"),
         ("is_encoder_decoder", True, "an encoder"),
-        ("uses_mrope", True, "M-RoPE"),
         ("rswa_window", 64, "sliding-window"),
         ("hf_text_config", SimpleNamespace(index_topk=64), "sparse latent attention"),
     ],

@@ -254,6 +254,8 @@ def _time(runner: GPUModelRunner, rows: int, num_reqs: int, form: int) -> float:
 def measure(worker: Worker) -> Costs:
     """Time a round of every shape that a worker has a FULL graph for, before the first request.
 
+    With LoRA, every request has an adapter meanwhile.
+
     All ranks repeat a round equally often: the number follows from the shapes alone.
     """
     runner = worker.model_runner
@@ -275,7 +277,7 @@ def measure(worker: Worker) -> Costs:
         (desc.num_tokens // desc.num_reqs, desc.num_reqs)
         for desc in getattr(manager.graphs, "chains", {})
     }
-    with integration.random_tokens(runner):
+    with integration.dummy_adapters(runner), integration.random_tokens(runner):
         for _ in range(PASSES):
             for shape in shapes:
                 for form, having in ((TREE, shapes), (CHAIN, chains), (NARROW, narrow)):

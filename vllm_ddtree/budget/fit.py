@@ -106,15 +106,28 @@ def fit_schedule(ranges: Sequence[Range], tokens: StepTokens, max_num_seqs: int)
     return fitted if changed else list(ranges)
 
 
+def _most_of_a_prefill(scheduler: Scheduler) -> int:
+    """Tokens that vLLM gives one prefill beside other requests; 0: all that there are.
+
+    `--long-prefill-token-threshold`, or a fair share of the step with
+    `--long-prefill-token-threshold-adaptive` (v1/core/sched/scheduler.py, `schedule`).
+    """
+    config = scheduler.scheduler_config
+    threshold = config.long_prefill_token_threshold
+    if threshold > 0 and config.long_prefill_token_threshold_adaptive:
+        return max(threshold, config.max_num_batched_tokens // sum(scheduler.get_request_counts()))
+    return threshold
+
+
 def _tokens_ahead(scheduler: Scheduler) -> int:
     """Tokens that vLLM gives to requests without drafts ahead of the last one that has drafts.
 
     vLLM serves running requests in their order. A prefill takes what it needs, at most
-    `--long-prefill-token-threshold` (v1/core/sched/scheduler.py, `schedule`).
+    `_most_of_a_prefill`.
     """
     running = scheduler.running
     last = max(i for i, request in enumerate(running) if request.spec_token_ids)
-    threshold = scheduler.scheduler_config.long_prefill_token_threshold
+    threshold = _most_of_a_prefill(scheduler)
     tokens = 0
     for request in running[:last]:
         if request.spec_token_ids:

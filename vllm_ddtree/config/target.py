@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 def check_target(model: ModelConfig) -> None:
     """Raise ValueError for a target whose attention or state cannot follow a tree.
 
-    Everything that the configuration tells. vLLM has positions of several axes and recurrent state
-    exactly where its configuration says so.
+    Everything that the configuration tells. vLLM has recurrent state exactly where its
+    configuration says so.
     """
     for bad, what in (
         (model.is_hybrid or model.is_attention_free, "recurrent layers (Mamba, gated delta net)"),
         (model.is_encoder_decoder, "an encoder"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention (an indexer)"),
-        (getattr(model, "uses_mrope", False), "positions of several axes (M-RoPE)"),
         (getattr(model, "rswa_window", None) is not None, "reference sliding-window attention"),
     ):
         if bad:

@@ -43,7 +43,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "EngineArgs: create_speculative_config(*, target_model_config, target_parallel_config)",
         "EngineArgs: create_engine_config(...) add_cli_args(parser)",
         "EngineArgs: speculative_config spec_method spec_model spec_tokens",
-        "EngineArgs: enable_lora compilation_config max_num_active_seqs",
+        "EngineArgs: compilation_config max_num_active_seqs",
+        "EngineArgs: enable_lora max_num_seqs max_num_batched_tokens watermark_config",
     ),
     "vllm.config.vllm": (
         "VllmConfig: num_lookahead_tokens use_v2_model_runner",
@@ -73,7 +74,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "Scheduler: schedule(...) update_from_output(scheduler_output, model_runner_output)",
         "Scheduler: make_spec_decoding_stats(*, num_accepted_tokens, request_id, ...)",
         "Scheduler: make_stats(spec_decoding_stats, ...)",
-        "Scheduler: finish_requests(request_ids, finished_status)",
+        "Scheduler: finish_requests(request_ids, finished_status) get_request_counts()",
         "Scheduler: dynamic_sd_lookup kv_cache_manager log_stats num_spec_tokens",
         "Scheduler: requests spec_decode_metrics_level running waiting max_num_running_reqs",
     ),
@@ -133,9 +134,20 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GPUModelRunner: execute_model(scheduler_output, *, dummy_run, ...) sample_tokens(...)",
         "GPUModelRunner: capture_model(...) get_draft_model() get_model() sample",
         "GPUModelRunner: execute_model_state cudagraph_manager input_buffers model",
-        "GPUModelRunner: model_state req_states sampler speculator",
+        "GPUModelRunner: model_state req_states sampler speculator lora_config",
+        "GPUModelRunner: aux_output_connector",
         "ExecuteModelState: input_batch attn_metadata slot_mappings_by_layer hidden_states",
         "ExecuteModelState: aux_hidden_states",
+    ),
+    "vllm.distributed.aux_output_connector.worker": (
+        "AuxOutputWorkerConnector: prepare_output(...)",
+        "PendingAuxOutput: routed_experts_gpu",
+    ),
+    "vllm.v1.worker.lora_model_runner_mixin": (
+        "LoRAModelRunnerMixin: _set_active_loras(prompt_lora_mapping, ...)",
+        "LoRAModelRunnerMixin: maybe_setup_dummy_loras(lora_config)",
+        "LoRAModelRunnerMixin: maybe_select_dummy_loras(lora_config, num_scheduled_tokens, *, "
+        "num_sampled_tokens, num_active_loras)",
     ),
     "vllm.v1.worker.gpu.async_utils": (
         "AsyncOutput: get_output() model_runner_output sampled_token_ids sampler_output",
@@ -178,6 +190,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "ModelState: prepare_dummy_inputs(num_reqs, num_tokens)",
         "ModelState: prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, "
         "attn_groups, kv_cache_config, for_capture, ...)",
+        "ModelState: preprocess_state(input_batch, ...)",
         "ModelState: postprocess_state(idx_mapping, num_sampled, num_computed_tokens)",
         "ModelState: device vllm_config",
     ),
@@ -190,6 +203,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "attn_groups, kv_cache_config, for_capture, ...)",
         "DefaultModelState: rope_state",
     ),
+    "vllm.v1.worker.gpu.mm.rope": ("RopeState: positions prefill_delta",),
     # Drafter.
     "vllm.v1.worker.gpu.spec_decode": ("init_speculator(vllm_config, device, req_states)",),
     "vllm.v1.worker.gpu.spec_decode.speculator": (
@@ -251,14 +265,18 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "input_ids, expanded_local_pos, seq_lens_upper_bound_np, *, return_logprobs)",
         "Sampler: get_logprobs_dims(idx_mapping_np) compute_nans logprob_token_ids_state",
         "Sampler: logprobs_mode req_states sampling_states logits_processors",
+        "Sampler: return_sampling_mask",
     ),
-    "vllm.v1.worker.gpu.sample.states": ("SamplingStates: seeds temperature",),
+    "vllm.v1.worker.gpu.sample.states": ("SamplingStates: seeds temperature top_k",),
     "vllm.v1.worker.gpu.sample.logprob": (
         "compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, *, "
         "logprob_token_ids_state, expanded_idx_mapping, max_per_req_token_ids, logits_mode)",
     ),
     "vllm.v1.worker.gpu.sample.output": (
         "SamplerOutput: sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
+        "SamplerOutput: sampling_mask_tensors",
+        "SamplingMaskTensors: from_logits(logits, cu_num_logits, num_sampled_tokens, max_num_kept, "
+        "rows_per_request) cat(chunks)",
     ),
     "vllm.v1.worker.gpu.sample.bad_words": ("BadWordsState",),
     "vllm.v1.worker.gpu.sample.penalties": ("PenaltiesState",),

@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 
 
 class Checks:
-    """What `VLLM_DDTREE_CHECK=1` looks at in each step of a model runner."""
+    """What `VLLM_DDTREE_CHECK=1` looks at in each step of a model runner.
 
-    def __init__(self) -> None:
+    Args:
+        others_write: whether a KV connector may write slots between two looks, as it does when it
+            brings blocks from elsewhere. Then free slots are not looked at.
+
+    """
+
+    def __init__(self, others_write: bool = False) -> None:
+        self._others_write = others_write
+        self._in_step = False
         self._broken: Broken = {}
         self._free_slots: FreeSlots | None = None
         self._moved: MovedRows | None = None
@@ -41,7 +49,9 @@ class Checks:
             seq_lens: int32 [num_reqs or more], tokens of each request with the step's rows.
 
         """
-        self._free_slots = FreeSlots(runtime.step, compactors, block_tables, seq_lens)
+        self._in_step = True
+        if not self._others_write:
+            self._free_slots = FreeSlots(runtime.step, compactors, block_tables, seq_lens)
 
     def before_commit(
         self,
@@ -61,9 +71,10 @@ class Checks:
         if self._moved is not None:
             self._broken |= self._moved.check()
             self._moved = None
-        if self._free_slots is not None:
-            self._broken = of_all_ranks(self._free_slots.check() | self._broken)
-            self._free_slots = None
+        if self._in_step:
+            written = self._free_slots.check() if self._free_slots is not None else {}
+            self._broken = of_all_ranks(written | self._broken)
+            self._free_slots, self._in_step = None, False
 
     def take_broken(self) -> Broken:
         """What the checks of the last step found."""

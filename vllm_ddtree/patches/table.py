@@ -177,6 +177,18 @@ PATCHES = (
         When.CONFIGURED,
         "The auto budget's chains have graphs beside those of the trees.",
     ),
+    Patch(
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
+        f"{_OURS}.runner:set_active_loras",
+        When.CONFIGURED,
+        "Every row that is sampled has its request's adapter.",
+    ),
+    Patch(
+        "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector.prepare_output",
+        f"{_OURS}.runner:prepare_output",
+        When.WORKER,
+        "The experts of an accepted path are returned, not those of a tree's first rows.",
+    ),
     # Worker.
     Patch(
         "vllm.v1.worker.gpu_worker:Worker.sleep",
@@ -230,6 +242,11 @@ OBJECTS = (
         "Scheduler.ddtree_steps",
         "vllm_ddtree.integration.steps:follow",
         "By it the scheduler's patches know an engine of DDTree's.",
+    ),
+    Change(
+        "AuxOutputWorkerConnector.ddtree_runtime",
+        "vllm_ddtree.patches.runner:execute_model",
+        "By it the connector's patch finds the paths.",
     ),
     Change(
         "StatLoggerManager.ddtree_metrics",

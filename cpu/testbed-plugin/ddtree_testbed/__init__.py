@@ -69,7 +69,8 @@ def prepare_interpreter() -> None:
 
 
 def _apply() -> None:
-    from ddtree_testbed import engine
+    from ddtree_testbed import engine, vision
 
+    vision.stand_in()
     engine.patch()
     prepare_interpreter()
