@@ -161,7 +161,7 @@ def over_best_static(runs: Sequence[Run]) -> dict[tuple[str, str, int], tuple[st
     for (key, *repeat), run in repeats.items():
         engine = best.get(key[1:])
         base = repeats.get(((engine, *key[1:]), *repeat))
-        if base is not None:
+        if base is not None and base["tokens_s"] > 0:
             shares.setdefault(key, []).append(run["tokens_s"] / base["tokens_s"])
     return {key: (best[key[1:]], statistics.median(found)) for key, found in shares.items()}
 

@@ -118,3 +118,72 @@ def test_prompts_of_every_traffic() -> None:
     mixed = traffic_prompts(Tokenizer(), "mixed", 8, 40)
     for place, kind in enumerate(MIXED):
         assert mixed[place::4] == traffic_prompts(Tokenizer(), kind, 2, 40)
+
+
+def test_a_server_under_changing_load() -> None:
+    """Streams as a vLLM server sends them: several tokens a chunk, the usage with each."""
+    import asyncio
+    import json
+    import threading
+
+    from aiohttp import web
+
+    from benchmarks import server
+
+    flying, most, bodies = [0], [0], list[dict[str, Any]]()
+
+    async def completions(request: web.Request) -> web.StreamResponse:
+        bodies.append(await request.json())
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        flying[0] += 1
+        most[0] = max(most[0], flying[0])
+        try:
+            for tokens in (3, 5):
+                await asyncio.sleep(0.02)
+                chunk = {"choices": [{"text": ""}], "usage": {"completion_tokens": tokens}}
+                await answer.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await answer.write(b"data: [DONE]\n\n")
+        finally:
+            flying[0] -= 1
+        return answer
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text=f"vllm:spec_decode_num_drafts_total {len(bodies)}\n")
+
+    ready, port = threading.Event(), [0]
+    loop = asyncio.new_event_loop()
+
+    def serve() -> None:
+        asyncio.set_event_loop(loop)
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", completions), web.get("/metrics", metrics)])
+        runner = web.AppRunner(app)
+        loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        loop.run_until_complete(site.start())
+        port[0] = runner.addresses[0][1]
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        assert ready.wait(30)
+        phases = [Phase(0.4, 2, "easy"), Phase(0.4, 6, "hard")]
+        prompts = {"easy": [[1, 2]], "hard": [[3, 4]]}
+        timeline, counts = server.drive_phases(
+            f"http://127.0.0.1:{port[0]}", "m", prompts, phases, 8, seed=1
+        )
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+    assert most[0] == 6
+    assert counts["drafts"] == len(bodies) > 8
+    assert sum(timeline.by_phase) == sum(timeline.by_second) > 0
+    assert min(timeline.by_phase) > 0
+    # Most requests ended, and gave five tokens each; those in flight at the end were cut.
+    assert 5 * (len(bodies) - 6) <= sum(timeline.by_phase) <= 5 * len(bodies)
+    assert {body["prompt"][0]: body["temperature"] for body in bodies} == {1: 0, 3: 1.0}
+    assert all(4 <= body["max_tokens"] <= 12 for body in bodies)

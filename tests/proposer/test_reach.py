@@ -271,6 +271,7 @@ def test_a_step_that_drafts_nothing_replays_the_context_alone(
         seen.append((self.reach.positions, kwargs["num_speculative_tokens"]))
         # What vLLM captures of it, or runs: nothing is drafted.
         if self.reach.positions == 0:
+            assert self._build_uniform_attn_metadata(num_reqs=3) == {}
             self._generate_draft(3, 48, None, None, None)
 
     monkeypatch.setattr(DFlashSpeculator, "propose", propose)

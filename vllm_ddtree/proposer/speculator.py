@@ -311,6 +311,12 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.meter.built if reach is self.reaches[0] else None,
         )
 
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        """Of the draft's attention; none where the context alone is written."""
+        if self.reach.positions == 0:
+            return {}
+        return super()._build_uniform_attn_metadata(*args, **kwargs)
+
     def _store_hidden_states(
         self,
         num_tokens: int,
