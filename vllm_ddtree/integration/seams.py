@@ -210,8 +210,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "DraftModelSpeculator: max_num_reqs max_num_tokens num_speculative_steps device",
         "DraftModelSpeculator: draft_model_config speculative_config vllm_config model",
         "DraftModelSpeculator: input_buffers dp_size",
-        "DraftModelSpeculator: _build_uniform_attn_metadata(batch_desc, num_reqs, "
-        "num_query_per_req, ...)",
+        "DraftModelSpeculator: _build_uniform_attn_metadata(...)",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
         "DFlashSpeculator: __init__(vllm_config, device) init_cudagraph_manager(cudagraph_mode)",
