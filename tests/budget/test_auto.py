@@ -158,6 +158,21 @@ def test_an_absurd_measurement_gives_way_to_a_few_rounds(measured: float) -> Non
     assert costs.round_ms(15, 4) == pytest.approx(6.0, rel=0.03)
 
 
+def test_a_busy_spell_does_not_change_a_well_known_cost_much() -> None:
+    costs = Costs({(16, 4): 6.0})
+    for _ in range(100):
+        costs.observe(15, 4, 6.0)
+    for _ in range(6):
+        costs.observe(15, 4, 9.0)
+    assert costs.round_ms(15, 4) == pytest.approx(6.0, rel=0.05)
+    for _ in range(60):  # the load has changed
+        costs.observe(15, 4, 9.0)
+    assert costs.round_ms(15, 4) == pytest.approx(9.0, rel=0.15)
+    for _ in range(FAR_RUN):
+        costs.observe(15, 4, 18.0)
+    assert costs.round_ms(15, 4) == pytest.approx(18.0, rel=0.01)
+
+
 def test_a_chain_where_it_is_faster() -> None:
     costs = machine(knee=160)
     costs.chains = {shape: 0.9 * ms for shape, ms in costs.rounds.items() if shape[0] == 16}

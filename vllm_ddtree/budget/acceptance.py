@@ -158,9 +158,10 @@ class Acceptance:
 
     def _add_narrow(self, rounds: list[int], accepted: list[int], passed: float) -> None:
         """Compare trees from narrow drafts with what trees of the same rows accept by now."""
-        usual = [self.expected(row) for row in range(len(rounds))]
+        last = max(row for row, count in enumerate(rounds) if count)
+        usual = [self.expected(row) for row in range(last + 1)]
         expected = sum(
-            (usual[row] - usual[row - 1]) * rounds[row] / ONE for row in range(1, len(rounds))
+            (usual[row] - usual[row - 1]) * rounds[row] / ONE for row in range(1, last + 1)
         )
         decay = math.exp(-passed / NARROW_MEMORY)
         new = (rounds[0] / ONE, float(sum(accepted[1:])), expected)

@@ -39,12 +39,16 @@ WINDOW = 40
 """Rounds over which observed times are averaged."""
 FAR = 1.25
 """How far from the mean a round is taken to be at most."""
+VERY_FAR = 1.6
+"""The same for a shape that is well known: a busy spell of the host is shorter than that."""
 FAR_RUN = 5
 """Rounds in a row, all too long or all too short by more than that, that are believed as they are.
 A pause or a burst is one round; a wrong measurement is every round."""
 WRONG = 4.0
 """No load makes rounds longer, or shorter, than measured by that factor. Then the measurement was
 wrong, and what was served replaces it."""
+WELL_KNOWN = 20
+"""Rounds after which a cost is well known."""
 SURE = 5
 """Rounds after which a shape's cost is known."""
 HOPE = 0.6
@@ -114,7 +118,8 @@ class Costs:
         if (shape, form) in self._observed:
             count, _, weight = self._remembered(shape, form)
         ratio = ms / measured
-        if believed := self._believed(shape, form, ratio, mean):
+        far = FAR if count < WELL_KNOWN else VERY_FAR
+        if believed := self._believed(shape, form, ratio, mean, far):
             count, mean = FAR_RUN, believed
             if not 1 / WRONG < believed < WRONG:
                 self.of(form)[shape] = believed * measured
@@ -133,10 +138,12 @@ class Costs:
         recent = (mean for _, mean, last in self._observed.values() if last > since)
         self._latest = statistics.median(recent)
 
-    def _believed(self, shape: Shape, form: int, ratio: float, mean: float) -> float | None:
-        """What the latest rounds agree on, if all of them were far from the mean."""
+    def _believed(
+        self, shape: Shape, form: int, ratio: float, mean: float, limit: float
+    ) -> float | None:
+        """What the latest rounds agree on, if all of them were so far from the mean."""
         far = self._far.setdefault((shape, form), [])
-        if not 1 / FAR < ratio / mean < FAR:
+        if not 1 / limit < ratio / mean < limit:
             if far and (far[0] > mean) != (ratio > mean):
                 far.clear()
             far.append(ratio)
