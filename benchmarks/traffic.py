@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-MOST_CHARACTERS = 1_000_000
+MOST_CHARACTERS = 500_000
 """Of a kind's text."""
 
 

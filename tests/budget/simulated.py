@@ -160,6 +160,8 @@ class Simulation:
         self.now = 1000.0
         self.log: list[tuple[float, Choice, float]] = []
         """Of each step its time from the start, what it verified and the tokens it gave."""
+        self.best: list[tuple[float, Choice]] = []
+        """Whenever it changes, what is taken for the best."""
 
     def collective_rpc(self, method: object, non_block: bool) -> Future[Any]:
         """The meter's counts, as vLLM's executor answers."""
@@ -176,6 +178,9 @@ class Simulation:
             while self.now - start < end:
                 names = [str(i) for i in range(part.requests)]
                 wanted = self.auto[part.requests]
+                best = self.auto.choice(part.requests)
+                if not self.best or best != self.best[-1][1]:
+                    self.best.append((self.now - start, best))
                 step: Any = SimpleNamespace(
                     num_scheduled_tokens=dict.fromkeys(names, nodes + 1),
                     scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * nodes)

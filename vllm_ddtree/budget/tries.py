@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm_ddtree.budget.auto import Choice
 
-SAMPLE_SHARE = 0.01
+SAMPLE_SHARE = 0.007
 """Of the time served, what samples may cost."""
-TIMING_SHARE = 0.005
+TIMING_SHARE = 0.004
 """The same of timing."""
 LEAST_PRICE = 0.05
 """What a try costs at least, as a share of its rounds: what it is expected to gain is a guess."""
