@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_ddtree.attention.install import draft_layers, install_tree_attention, target_layers
 from vllm_ddtree.commit.target import TargetCaches
 from vllm_ddtree.config.loaded_target import check_loaded_target
 from vllm_ddtree.invariants.checks import Checks
 from vllm_ddtree.invariants.stop import enabled_on_all_ranks
+from vllm_ddtree.recurrent.install import install_recurrent
 from vllm_ddtree.round import runtime
 from vllm_ddtree.round.axes import place_nodes
 from vllm_ddtree.round.kinds import step_kinds
@@ -67,7 +69,8 @@ def make_model_state(
 
     """
     check_loaded_target(vllm_config, model)
-    return DDTreeModelState(vllm_config, model, encoder_cache, device)
+    kind = HybridModelState if vllm_config.model_config.is_hybrid else DDTreeModelState
+    return kind(vllm_config, model, encoder_cache, device)
 
 
 class DDTreeModelState(DefaultModelState):
@@ -164,7 +167,11 @@ class DDTreeModelState(DefaultModelState):
         self._prepare_rows(input_batch, slot_mappings, for_capture)
         if self._checks and not for_capture:
             self._checks.before_forward(
-                self.runtime, self._target_caches.compactors, block_tables, input_batch.seq_lens
+                self.runtime,
+                self._target_caches.compactors,
+                block_tables,
+                input_batch.seq_lens,
+                *self._state_blocks(),
             )
         # The drafter's layers run later, with metadata of their own. Where they share a group with
         # the target's (vLLM's chain) they cost nothing here. A KV connector that loads before the
@@ -205,6 +212,11 @@ class DDTreeModelState(DefaultModelState):
         self._note_batch(rt.step, batch, slot_mappings)
         if rt.step.as_chains and not for_capture:
             as_chains(rt.trees, layout, batch.input_ids, rt.max_depth)
+        self._fill_rows(batch, layout)
+
+    def _fill_rows(self, batch: InputBatch, layout: Layout) -> None:
+        """What the rows of the step need to know about their trees."""
+        rt = self.runtime
         prepare_rows(
             rt.trees,
             rt.rows,
@@ -214,7 +226,7 @@ class DDTreeModelState(DefaultModelState):
             batch.positions,
             num_reqs_padded=batch.num_reqs_after_padding,
             num_tokens_padded=batch.num_tokens_after_padding,
-            max_query_len=int(num_rows.max()),
+            max_query_len=int(batch.num_scheduled_tokens.max()),
         )
 
     def _note_batch(self, step: Step, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
@@ -277,11 +289,67 @@ class DDTreeModelState(DefaultModelState):
                 num_computed_tokens,
             )
         if self.runtime.step.verified:
-            self._target_caches.commit(self.runtime)
+            self._commit()
         if self._checks:
             self._checks.after_commit()
-        super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+        super().postprocess_state(idx_mapping, self._accepted(num_sampled), num_computed_tokens)
+
+    def _state_blocks(self) -> tuple[set[int], int]:
+        """Blocks in which the step works on recurrent states, and how many there are; waits for
+        the device."""
+        return set(), 0
+
+    def _commit(self) -> None:
+        self._target_caches.commit(self.runtime)
+
+    def _accepted(self, num_sampled: torch.Tensor) -> torch.Tensor | int:
+        """Tokens that vLLM's class is to count for each request."""
+        return num_sampled
 
     def take_broken(self) -> Broken:
         """What the checks of the last step found (`VLLM_DDTREE_CHECK=1`)."""
         return self._checks.take_broken() if self._checks else {}
+
+
+class HybridModelState(DDTreeModelState, MambaHybridModelState):
+    """The same over vLLM's model state of targets with recurrent layers beside attention.
+
+    vLLM's class copies states where prefixes are cached, and counts the tokens that its own chains
+    accept. Here states are always those of the last accepted token, as after plain decoding.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: torch.nn.Module,
+        encoder_cache: EncoderCache | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        target = install_recurrent(vllm_config, self.runtime, device)
+        assert target is not None
+        self.recurrent = target
+        self.runtime.state_words = target.words
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        """Take the states that vLLM has allocated, too."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self.recurrent.bind(kv_cache_config, block_tables)
+
+    def _fill_rows(self, batch: InputBatch, layout: Layout) -> None:
+        super()._fill_rows(batch, layout)
+        fitted = self.runtime.fitted
+        self.recurrent.prepare(layout, batch.seq_lens, batch.num_reqs_after_padding, fitted)
+
+    def _state_blocks(self) -> tuple[set[int], int]:
+        blocks = self.recurrent.blocks
+        return blocks.written(self.runtime.step.num_reqs), self.recurrent.num_blocks
+
+    def _commit(self) -> None:
+        super()._commit()
+        self.recurrent.commit()
+
+    def _accepted(self, num_sampled: torch.Tensor) -> int:
+        return 1  # The states are behind the last accepted token, not one of several before it.

@@ -359,6 +359,7 @@ def test_attach_passes_outputs_on() -> None:
                 max_num_seqs=4, max_num_scheduled_tokens=512, max_num_batched_tokens=512
             ),
             speculative_config=SimpleNamespace(max_depth=15, max_num_new_slots_for_drafting=0),
+            model_config=SimpleNamespace(is_hybrid=False),
         ),
     )
     observer = attach(core, machine(knee=160))

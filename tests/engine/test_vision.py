@@ -75,7 +75,7 @@ class Plain(NamedTuple):
     """Prompts and continuations, longer than the tokens."""
 
 
-@pytest.fixture(scope="module", params=[vision.qwen3_vl, vision.qwen2_5_vl])
+@pytest.fixture(scope="module", params=[vision.qwen3_vl, vision.qwen2_5_vl, vision.qwen3_5])
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     make: Callable[[Path], Pair] = request.param
     pair = make(tmp_path_factory.mktemp(make.__name__))
@@ -194,6 +194,10 @@ def test_prefixes_with_images_are_found(engine: LLM, plain: Plain, seen: Seen) -
         result = ask(engine)
         assert result.token_ids == plain.tokens
     cached = [output.num_cached_tokens for output in result.outputs]
+    if plain.pair.name.startswith("qwen3_5"):
+        # Of recurrent states vLLM keeps those at a prompt's last block alone, which is left out.
+        assert cached == [0] * 6
+        return
     # Whole blocks, but the last: the drafter reads the target's states there (vLLM's rule).
     assert cached == [0, 0, 0, 64, 32, 0]
     assert 0 < seen.in_images - before < 150

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random targets with a vision tower and positions of several axes, and prompts for them.
 
-vLLM's own Qwen3-VL and Qwen2.5-VL, with a tower of two layers, and a DFlash drafter of random
-weights as in `models`. Images are random pixels.
+vLLM's own Qwen3-VL, Qwen2.5-VL and Qwen3.5, with a tower of two layers, and a DFlash drafter of
+random weights as in `models`. Images are random pixels.
 """
 
 from __future__ import annotations
@@ -107,6 +107,33 @@ def qwen2_5_vl(folder: Path) -> Pair:
     text.pop("head_dim")
     text |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     return _pair(folder, Qwen2_5_VLConfig(text_config=text, vision_config=tower, **IDS))
+
+
+def qwen3_5(folder: Path) -> Pair:
+    """Qwen3.5: gated-delta-net layers beside attention; frequencies of the axes interleaved."""
+    from transformers import Qwen3_5Config
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "mrope_section": SECTIONS,
+        "mrope_interleaved": True,
+    }
+    tower = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+        "initializer_range": 0.3,
+    }
+    text = {**TEXT, **models.HYBRID, "rope_parameters": rope}
+    return _pair(folder, Qwen3_5Config(text_config=text, vision_config=tower, **IDS))
 
 
 def _pair(folder: Path, config: Any) -> Pair:

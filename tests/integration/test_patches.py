@@ -71,13 +71,15 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "CudaGraphManager._init_candidates": ((ENGINE,), {}),
     "build_dynamic_sd_schedule_lookup": (([(1, 2, 3)],), {"vllm_max_batch_size": 2}),
     "ModelCudaGraphManager.capture": ((ENGINE, "model", "state", 1), {"has_lora": False}),
+    "MambaBase.get_kv_cache_spec": ((ENGINE, CONFIG), {}),
+    "Platform._align_hybrid_block_size": ((ENGINE, CONFIG, "backend"), {}),
     "Worker.sleep": ((ENGINE, 2), {}),
     "Worker.wake_up": ((ENGINE, ["weights"]), {}),
     "AsyncOutput.get_output": ((SimpleNamespace(sampler_output=SimpleNamespace()),), {}),
 }
 RETURN_NOTHING = (
-    *("__init__", "_init_candidates", "_set_active_loras", "capture", "record"),
-    *("sleep", "wake_up"),
+    *("__init__", "_align_hybrid_block_size", "_init_candidates", "_set_active_loras"),
+    *("capture", "record", "sleep", "wake_up"),
 )
 
 

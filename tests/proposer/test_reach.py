@@ -209,7 +209,7 @@ def test_each_reach_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.depth_limit, spec.block_size, spec.budget = 15, 16, 31
     spec.uses_dynamic_speculative_decoding = lambda: False
     rt = drafts.runtime
-    rt.top_k, rt.num_rows, rt.attention_words = TOP_K, 32, ""
+    rt.top_k, rt.num_rows, rt.attention_words, rt.state_words = TOP_K, 32, "", ""
     drafts._schedule = [(1, 4, 31), (5, 40, 3)]
     drafts.draft_model_config = SimpleNamespace(model="drafter")
     drafts.vllm_config = SimpleNamespace(

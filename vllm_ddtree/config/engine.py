@@ -142,6 +142,10 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     ):
         if value:
             raise bad_flag(flag, value, "leave it out")
+    if vllm_config.model_config.is_hybrid and vllm_config.kv_transfer_config is not None:
+        # States behind a path are written after the step's keys and values have been handed over.
+        what = "for a target with recurrent layers"
+        raise bad_flag(f"--kv-transfer-config or --kv-offloading-size {what}", True, "leave it out")
 
 
 def _check_cache_dtype(vllm_config: VllmConfig) -> None:

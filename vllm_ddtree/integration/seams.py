@@ -22,7 +22,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.logger": ("init_logger(name)", "_VllmLogger: info_once(msg)"),
     "vllm.triton_utils": ("tl", "triton"),
     "vllm.platforms": ("current_platform",),
-    "vllm.platforms.interface": ("Platform: fp8_dtype()",),
+    "vllm.platforms.interface": (
+        "Platform: fp8_dtype() _align_hybrid_block_size(vllm_config, ...)",
+    ),
     "vllm.exceptions": ("VLLMValidationError: __init__(message, *, parameter, value)",),
     "vllm.distributed": (
         "get_tensor_model_parallel_rank",
@@ -37,7 +39,14 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "get_tp_group()",
         "GroupCoordinator: world_size cpu_group broadcast_object(obj, src)",
     ),
-    "vllm.utils.torch_utils": ("canonicalize_singleton_dim_strides(t)",),
+    "vllm.utils.torch_utils": (
+        "async_tensor_h2d(data, device)",
+        "canonicalize_singleton_dim_strides(t)",
+    ),
+    "vllm.forward_context": (
+        "get_forward_context()",
+        "ForwardContext: attn_metadata no_compile_layers",
+    ),
     # Configuration.
     "vllm.engine.arg_utils": (
         "EngineArgs: create_speculative_config(*, target_model_config, target_parallel_config)",
@@ -204,6 +213,43 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "DefaultModelState: rope_state",
     ),
     "vllm.v1.worker.gpu.mm.rope": ("RopeState: positions prefill_delta",),
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid": (
+        "MambaHybridModelState: __init__(vllm_config, model, encoder_cache, device)",
+        "MambaHybridModelState: initialize_kv_cache(kv_cache_config, block_tables)",
+        "MambaHybridModelState: prepare_attn(input_batch, cudagraph_mode, block_tables, "
+        "slot_mappings, attn_groups, kv_cache_config, for_capture, ...)",
+        "MambaHybridModelState: postprocess_state(idx_mapping, num_sampled, num_computed_tokens)",
+    ),
+    "vllm.v1.worker.gpu.block_table": ("BlockTables: input_block_tables",),
+    "vllm.v1.worker.mamba_utils": ("get_mamba_groups(kv_cache_config)",),
+    # Recurrent layers.
+    "vllm.model_executor.layers.mamba.abstract": (
+        "MambaBase: get_kv_cache_spec(vllm_config) get_attn_backend() get_state_shape()",
+        "MambaBase: get_state_dtype() kv_cache",
+    ),
+    "vllm.model_executor.layers.mamba.mamba_utils": ("is_conv_state_dim_first()",),
+    "vllm.model_executor.layers.mamba.gdn.base": (
+        "GatedDeltaNetAttention: num_spec activation model_config tp_size",
+    ),
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": (
+        "QwenGatedDeltaNetAttention: _forward_core(mixed_qkv, b, a, core_attn_out)",
+        "QwenGatedDeltaNetAttention: get_state_shape() conv1d A_log dt_bias num_k_heads",
+        "QwenGatedDeltaNetAttention: head_k_dim head_v_dim enable_fused_gdn_spec_decode",
+        "QwenGatedDeltaNetAttention: gdn_decode_kernel",
+    ),
+    "vllm.v1.kv_cache_interface": (
+        "KVCacheSpec: block_size",
+        "MambaSpec: num_speculative_blocks mamba_cache_mode",
+    ),
+    "vllm.v1.attention.backends.gdn_attn": (
+        "GDNAttentionBackend: get_builder_cls()",
+        "GDNAttentionMetadata: num_prefills num_prefill_tokens num_decodes num_decode_tokens",
+        "GDNAttentionMetadata: num_spec_decodes num_spec_decode_tokens num_actual_tokens",
+        "GDNAttentionMetadataBuilder: build(common_prefix_len, common_attn_metadata, "
+        "num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build)",
+        "GDNAttentionMetadataBuilder: build_for_cudagraph_capture(common_attn_metadata)",
+        "GDNAttentionMetadataBuilder: mamba_aligned_state_indices",
+    ),
     # Drafter.
     "vllm.v1.worker.gpu.spec_decode": ("init_speculator(vllm_config, device, req_states)",),
     "vllm.v1.worker.gpu.spec_decode.speculator": (
@@ -292,7 +338,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "AttentionMetadataBuilder: get_cudagraph_support(vllm_config, kv_cache_spec)",
         "CommonAttentionMetadata: num_reqs max_query_len query_start_loc query_start_loc_cpu",
         "CommonAttentionMetadata: num_actual_tokens seq_lens causal slot_mapping",
-        "CommonAttentionMetadata: block_table_tensor",
+        "CommonAttentionMetadata: block_table_tensor is_prefilling seq_lens_cpu_upper_bound",
+        "CommonAttentionMetadata: positions rswa_prefix_lens req_idx replace()",
+        "CommonAttentionMetadata: _num_computed_tokens_cache _token_to_req_indices_cache",
     ),
     "vllm.v1.attention.backends.registry": ("AttentionBackendEnum",),
     "vllm.v1.attention.backends.fa_utils": ("flash_attn_varlen_func", "get_flash_attn_version()"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_ddtree.invariants.free_slots import FreeSlots
@@ -39,6 +39,8 @@ class Checks:
         compactors: Compactors,
         block_tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
+        state_blocks: Collection[int] = (),
+        num_state_blocks: int = 0,
     ) -> None:
         """Note what the target's caches hold.
 
@@ -47,11 +49,14 @@ class Checks:
             compactors: of the target's caches.
             block_tables: by KV group int32 [num_reqs or more, blocks].
             seq_lens: int32 [num_reqs or more], tokens of each request with the step's rows.
+            state_blocks, num_state_blocks: as of `FreeSlots`.
 
         """
         self._in_step = True
         if not self._others_write:
-            self._free_slots = FreeSlots(runtime.step, compactors, block_tables, seq_lens)
+            self._free_slots = FreeSlots(
+                runtime.step, compactors, block_tables, seq_lens, state_blocks, num_state_blocks
+            )
 
     def before_commit(
         self,

@@ -55,11 +55,12 @@ def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         if is_ddtree(self.vllm_config.speculative_config):
-            from vllm_ddtree.round.marks import asks_for_chains, asks_for_narrow
+            from vllm_ddtree.round.marks import asks_for_chains, asks_for_narrow, was_fitted
 
             runtime = self.model_state.runtime
             runtime.chains_asked = asks_for_chains(scheduler_output)
             runtime.narrow_asked = asks_for_narrow(scheduler_output)
+            runtime.fitted = was_fitted(scheduler_output)
             if self.aux_output_connector is not None:
                 self.aux_output_connector.ddtree_runtime = runtime
         return original(self, scheduler_output, *args, **kwargs)

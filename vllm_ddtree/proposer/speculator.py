@@ -209,7 +209,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
             "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
-            "attention=%s graphs=%s (verify %d tokens a request, draft %d, "
+            "attention=%s %sgraphs=%s (verify %d tokens a request, draft %d, "
             "%s positions of it, draft graphs %s)",
             self._budget_in_words(),
             spec.depth_limit,
@@ -217,6 +217,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             spec.block_size,
             self.draft_model_config.model,
             rt.attention_words,
+            rt.state_words and f"states={rt.state_words} ",
             verify_mode.name,
             rt.num_rows,
             spec.block_size,

@@ -56,6 +56,11 @@ def note_cut(scheduler_output: SchedulerOutput, nodes: int | None) -> None:
     setattr(scheduler_output, _CUT, nodes)
 
 
+def was_fitted(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a step has passed `note_cut`: a scheduler made it, not vLLM's warm-up."""
+    return hasattr(scheduler_output, _CUT)
+
+
 def cut_to(scheduler_output: SchedulerOutput) -> int | None:
     """To how many nodes a step's trees were cut; None: they were not."""
     return getattr(scheduler_output, _CUT, None)
