@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a conditional drafter's checkpoint from a DFlash drafter and its trained heads.
 
-usage: python -m benchmarks.training.assemble dflash2 DRAFTER NAME-heads.safetensors OUT [--target T]
+usage: python -m benchmarks.training.assemble dflash2 DRAFTER HEADS.safetensors OUT [--target T]
 
 Kinds: dflash2, lilicorr, dspark. The drafter's own weights stay as they are. DFlash2's convolutions
 become the identity. DSpark masks stand at the positions that they predict (`sample_from_anchor`
