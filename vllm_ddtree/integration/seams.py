@@ -269,7 +269,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.spec_decode.speculator": (
         "DraftModelSpeculator: max_num_reqs max_num_tokens num_speculative_steps device",
         "DraftModelSpeculator: draft_model_config speculative_config vllm_config model",
-        "DraftModelSpeculator: input_buffers",
+        "DraftModelSpeculator: input_buffers dp_size",
+        "DraftModelSpeculator: _build_uniform_attn_metadata(...)",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
         "DFlashSpeculator: __init__(vllm_config, device) init_cudagraph_manager(cudagraph_mode)",

@@ -55,10 +55,11 @@ def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         if is_ddtree(self.vllm_config.speculative_config):
-            from vllm_ddtree.round.marks import asks_for_chains, was_fitted
+            from vllm_ddtree.round.marks import asks_for_chains, asks_for_narrow, was_fitted
 
             runtime = self.model_state.runtime
             runtime.chains_asked = asks_for_chains(scheduler_output)
+            runtime.narrow_asked = asks_for_narrow(scheduler_output)
             runtime.fitted = was_fitted(scheduler_output)
             if self.aux_output_connector is not None:
                 self.aux_output_connector.ddtree_runtime = runtime

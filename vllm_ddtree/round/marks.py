@@ -10,6 +10,9 @@ if TYPE_CHECKING:
 
 _CHAINS = "ddtree_chains"
 _CUT = "ddtree_cut"
+_NARROW = "ddtree_narrow"
+_TRIED = "ddtree_tried"
+_PLAIN = "ddtree_plain"
 
 
 def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
@@ -20,6 +23,32 @@ def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
 def asks_for_chains(scheduler_output: SchedulerOutput) -> bool:
     """Whether a step is to verify chains."""
     return getattr(scheduler_output, _CHAINS, False)
+
+
+def ask_for_narrow(scheduler_output: SchedulerOutput, narrow: bool) -> None:
+    """Say whether a step drafts with few masks."""
+    setattr(scheduler_output, _NARROW, narrow)
+
+
+def asks_for_narrow(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a step is to draft with few masks."""
+    return getattr(scheduler_output, _NARROW, False)
+
+
+def note_choice(scheduler_output: SchedulerOutput, tried: bool, plain: bool) -> None:
+    """Say whether what a step drafts is tried, and whether it is nothing because that is faster."""
+    setattr(scheduler_output, _TRIED, tried)
+    setattr(scheduler_output, _PLAIN, plain)
+
+
+def is_tried(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a step drafts another budget than the best known one, to learn what it gives."""
+    return getattr(scheduler_output, _TRIED, False)
+
+
+def plain_is_faster(scheduler_output: SchedulerOutput) -> bool:
+    """Whether a step drafts nothing because plain decoding is faster."""
+    return getattr(scheduler_output, _PLAIN, False)
 
 
 def note_cut(scheduler_output: SchedulerOutput, nodes: int | None) -> None:

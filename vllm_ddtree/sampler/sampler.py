@@ -259,7 +259,7 @@ class TreeRejectionSampler(RejectionSampler):
             chunk.layout,
             rt.paths.part(start, end),
             emitted.part(start, end),
-            rt.meter.verified(rt.trees, rt.step.as_chains),
+            rt.meter.verified(rt.trees, rt.step.as_chains, rt.narrow_drafted),
         )
 
     def _path_rows(self, chunk: _Chunk, choices: torch.Tensor) -> torch.Tensor:
