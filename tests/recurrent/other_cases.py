@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def make_bounded_kda(sizes: Sizes, num_blocks: int, seed: int, spare: int = 2) -
 
 
 class KDAStep(Step):
-    make_layer = staticmethod(make_kda)
+    make_layer: Callable[..., Any] = staticmethod(make_kda)
 
     def __init__(
         self,

@@ -57,9 +57,10 @@ def install_recurrent(
     if len(kinds) > 1:
         raise ValueError("recurrent layers of different kinds")
     kind = KINDS[kinds.pop()]
+    backend = tree_backend(kind.backend)
     target = RecurrentTarget(vllm_config, layers, kind, runtime, device)
     for name, layer in layers.items():
         layer.tree_target = target
-        layer.get_attn_backend = lambda: tree_backend(kind.backend)
+        layer.get_attn_backend = lambda: backend
         kind.set_core(name, layer, target)
     return target

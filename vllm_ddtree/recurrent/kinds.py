@@ -16,8 +16,6 @@ from vllm_ddtree.recurrent.forward import delta_view, tree_core
 from vllm_ddtree.recurrent.mamba2_forward import mamba2_core, mamba2_view
 
 if TYPE_CHECKING:
-    from vllm.v1.attention.backend import AttentionBackend
-
     from vllm_ddtree.recurrent.layer import StateLayer
     from vllm_ddtree.recurrent.target import RecurrentTarget
 
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
 class LayerKind:
     """One class of vLLM's recurrent layers."""
 
-    backend: type[AttentionBackend]
-    """vLLM's, whose builder makes the layer's metadata."""
+    backend: Any
+    """vLLM's `AttentionBackend`, whose builder makes the layer's metadata."""
     view: Callable[[Any], StateLayer]
     """(layer) -> its tensors, whose caches are bound."""
     set_core: Callable[[str, Any, RecurrentTarget], None]
