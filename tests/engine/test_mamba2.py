@@ -111,7 +111,8 @@ def test_the_drafter_reads_the_accepted_paths() -> None:
     """It drafts what it drafts where nothing is ever accepted, one token a round."""
     one_by_one, by_paths = drafts(lambda _: None), drafts(sibling)
     common = one_by_one.keys() & by_paths.keys()
-    assert len(common) == len(by_paths) < len(one_by_one) / 2
+    # A path may lead beyond a request's end.
+    assert 0.8 * len(by_paths) < len(common) < len(one_by_one) / 2
     assert by_paths == {tokens: one_by_one[tokens] for tokens in common}
 
 

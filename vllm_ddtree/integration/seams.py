@@ -256,7 +256,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GDNAttentionMetadataBuilder: build_for_cudagraph_capture(common_attn_metadata)",
         "GDNAttentionMetadataBuilder: mamba_aligned_state_indices",
     ),
-    "vllm.v1.attention.backends.mamba2_attn": ("Mamba2AttentionBackend: get_builder_cls()",),
+    "vllm.v1.attention.backends.mamba2_attn": (
+        "Mamba2AttentionBackend: get_builder_cls()",
+        "Mamba2AttentionMetadataBuilder: checkpoint_builder",
+    ),
+    "vllm.model_executor.layers.mamba.checkpoint": ("MambaPrefillCheckpointBuilder: vllm_config",),
     "vllm.v1.attention.backends.mamba_attn": (
         "BaseMambaAttentionMetadataBuilder: __init__(kv_cache_spec, layer_names, vllm_config, "
         "device)",

@@ -160,10 +160,14 @@ def tree_builder(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadata
             vllm_config: VllmConfig,
             device: torch.device,
         ) -> None:
+            alone = vllm_config
             if by_length:
-                vllm_config = copy.copy(vllm_config)
-                vllm_config.speculative_config = None
-            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+                alone = copy.copy(vllm_config)
+                alone.speculative_config = None
+            super().__init__(kv_cache_spec, layer_names, alone, device)
+            if by_length:
+                # Where states inside a prompt are cached depends on the speculation.
+                self.checkpoint_builder.vllm_config = vllm_config
             # Trees of another KV group have other blocks.
             self.supports_update_block_table = False
 

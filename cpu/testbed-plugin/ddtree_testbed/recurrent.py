@@ -122,6 +122,12 @@ def conv_ssm_forward(self: Any, projected_states: torch.Tensor, output: torch.Te
     if metadata.num_decode_tokens != decodes:
         raise NotImplementedError("the test bed has no chains of vLLM's on recurrent layers")
     starts, blocks, known = [*range(decodes)], [], [True] * decodes
+    # States inside a prefill that vLLM wants to cache, and their blocks.
+    cuts = [(0, 0)] * (decodes + metadata.num_prefills)
+    if metadata.checkpoint_meta is not None:
+        cached = metadata.checkpoint_meta
+        places = zip(cached.checkpoint_offsets.tolist(), cached.state_indices.tolist(), strict=True)
+        cuts[decodes:] = places
     if decodes:
         blocks += metadata.state_indices_tensor_d[:, 0].tolist()
     if metadata.num_prefills:
@@ -140,6 +146,15 @@ def conv_ssm_forward(self: Any, projected_states: torch.Tensor, output: torch.Te
         if not known[req]:
             conv_states[block] = 0
             states[block] = 0
+        cut, cut_block = cuts[req]
+        if cut:
+            part = slice(rows.start, rows.start + cut)
+            output[part] = _advance_mamba2(
+                self, inputs[part], raw[part], conv_states[block], states[block]
+            )
+            conv_states[cut_block] = conv_states[block]
+            states[cut_block] = states[block]
+            rows = slice(part.stop, rows.stop)
         output[rows] = _advance_mamba2(
             self, inputs[rows], raw[rows], conv_states[block], states[block]
         )
