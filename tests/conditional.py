@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import NANO, Pair
 
+MASK = "mask_embedding.pt"
 NEVER = 5
 """A special token, which nobody ever writes."""
 LILICORR: dict[str, Any] = {
@@ -45,13 +46,17 @@ class Checkpoint:
     def random(self, *shape: int, std: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator) * std
 
-    def save(self, folder: Path) -> Pair:
-        """Write it; what the plain drafter has beside it comes along."""
+    def save(self, folder: Path, *beside: str) -> Pair:
+        """Write it.
+
+        Args:
+            folder: of the folder.
+            beside: files that come along from the plain drafter.
+
+        """
         drafter = folder / "drafter"
-        shutil.copytree(
-            self.pair.drafter, drafter, ignore=shutil.ignore_patterns("*.safetensors", "*.json")
-        )
-        for name in ("tokenizer.json", "tokenizer_config.json"):
+        drafter.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json", *beside):
             shutil.copy(self.pair.drafter / name, drafter / name)
         (drafter / "config.json").write_text(json.dumps(self.config))
         save_file(
@@ -110,7 +115,7 @@ def dflash2(
     made.weights["candidate_selector.hidden_projection.weight"] = made.random(
         rank, made.hidden, std=made.hidden**-0.5
     )
-    return made.save(folder)
+    return made.save(folder, MASK)
 
 
 def dspark(
@@ -155,7 +160,7 @@ def dspark(
     }
     # vLLM reads no mask_embedding.pt for DSpark.
     target = load_file(pair.target / "model.safetensors")["model.embed_tokens.weight"]
-    embeddings, mask = target.clone(), torch.load(pair.drafter / "mask_embedding.pt")
+    embeddings, mask = target.clone(), torch.load(pair.drafter / MASK)
     embeddings[dflash["mask_token_id"]] = (
         mask["embedding"] if isinstance(mask, dict) else mask
     ).reshape(-1)
@@ -241,4 +246,4 @@ def lilicorr(
         "lilicorr.relative_slot_bias": made.random(heads, 2 * block - 1, std=0.3),
         "lilicorr.same_slot_bias": made.random(heads, std=0.3),
     }
-    return made.save(folder)
+    return made.save(folder, MASK)

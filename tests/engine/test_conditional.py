@@ -58,6 +58,9 @@ STILL = {"size": 0.0, "conv": 0.0}
 DSPARK = conditional.dspark
 KINDS = {
     "dflash2": Kind(conditional.dflash2, DFlash2, STILL),
+    "dflash2-capped": Kind(
+        with_keys(conditional.dflash2, output_multiplier=0.7, final_logit_softcapping=9.0), DFlash2
+    ),
     "dspark": Kind(DSPARK, DSpark, STILL),
     "dspark-confidence": Kind(with_keys(DSPARK, confidence=True), DSpark),
     "dspark-anchor": Kind(with_keys(DSPARK, from_anchor=True, confidence=False), DSpark),
