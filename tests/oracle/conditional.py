@@ -207,7 +207,8 @@ class DSpark(ConditionalDrafter):
         weights = dict(weights)
         self.top_k = 4
         self.first_row = 0 if config["sample_from_anchor"] else 1
-        self.to_target = weights.pop("d2t", None)
+        offsets = weights.pop("d2t", None)
+        self.to_target = None if offsets is None else offsets.long()
         self.before = weights.pop("markov_head.markov_w1.weight")
         self.after = weights.pop("markov_head.markov_w2.weight")
         self.chance = weights.pop("confidence_head.proj.weight", None)

@@ -19,6 +19,7 @@ import torch
 
 from vllm_ddtree.integration import Family
 from vllm_ddtree.proposer.head import make_head
+from vllm_ddtree.proposer.reach import Reach
 from vllm_ddtree.proposer.scores import ConditionalDraft, conditional_log_probs, head_scores
 from vllm_ddtree.proposer.speculator import DDTreeSpeculator
 from vllm_ddtree.round import runtime
@@ -45,6 +46,10 @@ class ConditionalSpeculator(DDTreeSpeculator):
     def _positions(self, budgets: Iterable[int]) -> list[int]:
         """One reach: the head scores the whole block, however few nodes are drafted."""
         return [self.runtime.max_depth]
+
+    def _make_narrow(self, block_size: int) -> Reach | None:
+        """None: the head was made for the whole block."""
+        return None
 
     def _family_in_words(self) -> str:
         spec = self.speculative_config
