@@ -70,6 +70,7 @@ def made(auto: bool, positions: list[int], depth: int = 15) -> Any:
     )
     made.speculative_config = SimpleNamespace(auto_budget=auto, block_size=16)
     made.narrow = make_narrow(made.reaches, 16) if auto else None
+    made.sample_from_anchor = False
     made._drafts = 0
     return made
 

@@ -30,6 +30,7 @@ from vllm_ddtree.integration.dummy import (
     dummy_step,
     random_tokens,
 )
+from vllm_ddtree.integration.families import Family
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
 from vllm_ddtree.integration.replace import replace, resolve, restore
@@ -40,6 +41,7 @@ from vllm_ddtree.integration.stop import add_error_output, model_runner_output, 
 from vllm_ddtree.integration.verify import SeamError, check, require, vllm_version
 
 __all__ = [
+    "Family",
     "Observer",
     "SeamError",
     "Steps",
