@@ -307,5 +307,3 @@ def rounded(module: nn.Module) -> None:
         for name, weight in module.named_parameters():
             if not name.endswith("A_log"):
                 weight.copy_(weight.to(torch.bfloat16))
-
-
