@@ -162,6 +162,19 @@ def generate(
     return torch.cat(ids), torch.cat(lengths)
 
 
+def beside_corpus(
+    ids: Tensor, lengths: Tensor, tokens: Tensor, times: int = 4
+) -> tuple[Tensor, Tensor]:
+    """Rollouts and `times` as many pieces of the corpus.
+
+    A drafter soon knows a few thousand rollouts by heart. The corpus costs nothing, and keeps it
+    from that.
+    """
+    more = windows(tokens, times * len(ids), ids.shape[1])
+    prompts = torch.full((len(more),), 17, device=lengths.device)
+    return torch.cat([ids, more.to(ids.dtype)]), torch.cat([lengths, prompts])
+
+
 @torch.no_grad()
 def held_out(target: Target, tokens: Tensor, count: int, prompt: int, length: int) -> Tensor:
     """Greedy texts [count, length] from prompts of files that were not trained on."""

@@ -27,6 +27,7 @@ from benchmarks.training.common import (
     DEVICE,
     adamw,
     autocast,
+    beside_corpus,
     compiled,
     generate,
     held_out,
@@ -364,7 +365,7 @@ def main() -> None:
         args.rollouts,
         until,
     )
-    rollouts = with_features(student, ids, lengths)
+    rollouts = with_features(student, *beside_corpus(ids, lengths, tokens))
     say("features", tuple(rollouts.features.shape))
     drafter = load_drafter(args.drafter, DEVICE)
     new_config = {

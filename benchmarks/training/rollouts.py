@@ -11,7 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.training.common import DEVICE, generate, held_out, load_tokens, say, setup
+from benchmarks.training.common import (
+    DEVICE,
+    beside_corpus,
+    generate,
+    held_out,
+    load_tokens,
+    say,
+    setup,
+)
 from benchmarks.training.nets import load_target
 
 
@@ -33,6 +41,7 @@ def main() -> None:
     prompts = [p for p in [64, 128, 32, 192, 96, 256] * 3 if p < args.length - 32]
     tokens = load_tokens(args.corpus, "train")
     ids, lengths = generate(target, tokens, prompts, args.length, args.batch, args.until)
+    ids, lengths = beside_corpus(ids, lengths, tokens, 2)
     waiting = args.out.with_name(f".{args.out.name}")
     np.savez(
         waiting,

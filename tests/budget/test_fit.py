@@ -63,12 +63,17 @@ def scheduler(drafts: list[int], waiting: int = 0, most: int = 8) -> Any:
         )
         for n in drafts
     ]
-    config = SimpleNamespace(long_prefill_token_threshold=0)
+    config = SimpleNamespace(
+        long_prefill_token_threshold=0,
+        long_prefill_token_threshold_adaptive=False,
+        max_num_batched_tokens=0,
+    )
     return SimpleNamespace(
         running=running,
         waiting=[None] * waiting,
         max_num_running_reqs=most,
         scheduler_config=config,
+        get_request_counts=lambda: (len(running), waiting),
     )
 
 
@@ -79,6 +84,18 @@ def test_prefills_ahead_take_their_tokens_first(threshold: int, left: int) -> No
     of.scheduler_config.long_prefill_token_threshold = threshold
     rows = 40 if threshold == 0 else 60  # with a threshold half of the step is the limit
     fit_step(of, StepTokens(rows, rows, 0), ())
+    assert lengths(of) == [0, 0, left, left]
+
+
+@pytest.mark.parametrize(("waiting", "left"), [(0, 1), (6, 5)])
+def test_an_adaptive_threshold_is_a_fair_share(waiting: int, left: int) -> None:
+    """Of 60 tokens each of four requests may take 15, each of ten 6: prefills take 10, or 6."""
+    of = scheduler([0, 0, 31, 31], waiting)
+    of.scheduler_config.long_prefill_token_threshold = 4
+    of.scheduler_config.long_prefill_token_threshold_adaptive = True
+    of.scheduler_config.max_num_batched_tokens = 60
+    # 24 tokens less the prefills': 4 rows are left for two requests, or 12.
+    fit_step(of, StepTokens(24, 60, 0), ())
     assert lengths(of) == [0, 0, left, left]
 
 
@@ -135,3 +152,34 @@ def test_draft_slots_count() -> None:
 def test_largest_fitting() -> None:
     assert largest_fitting(TIERS, 30) == 15 and largest_fitting(TIERS, 63) == 63
     assert largest_fitting((7,), 3) == 0
+
+
+def test_a_limit_of_tree_rows() -> None:
+    """Half of a step is more than the rows that a target with recurrent layers keeps."""
+    of = scheduler([63] * 4, waiting=1)
+    tokens = StepTokens(8192, 8192, 0, tree_rows=100)
+    assert fit_step(of, tokens, TIERS) == 15
+    assert lengths(of) == [15] * 4
+    assert tokens.largest(4) == 24
+    assert fit_schedule([(1, 8, 63)], tokens, 4) == [(1, 1, 63), (2, 3, 31), (4, 4, 15)]
+
+
+def test_rows_that_recurrent_layers_keep() -> None:
+    def config(seqs: int, batched: int, sizes: list[int], hybrid: bool = True) -> Any:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(is_hybrid=hybrid),
+            speculative_config=SimpleNamespace(max_num_new_slots_for_drafting=7),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=seqs, max_num_batched_tokens=batched, max_num_scheduled_tokens=None
+            ),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
+        )
+
+    def rows(*args: Any) -> int:
+        return StepTokens.of(config(*args)).tree_rows
+
+    assert rows(32, 8192, [1, 2, 512]) == 2048
+    assert rows(32, 8192, [4096]) == 4096  # a captured graph's rows have room
+    assert rows(1500, 8192, []) == 3000  # a root and a node for every request
+    assert rows(32, 512, []) == 512
+    assert rows(32, 512, [], False) > 10**9

@@ -73,7 +73,7 @@ def both(tmp_path: Path) -> Path:
     return as_speculators(DRAFTER, tmp_path / "both", TARGET)
 
 
-def check(spec: Any, drafter: Path, budget: int = 12) -> None:
+def check(spec: Any, drafter: Path | str, budget: int = 12) -> None:
     assert type(spec).__name__ == "DDTreeConfig"
     assert spec.target_model_config.model == str(TARGET)
     assert spec.model == spec.draft_model_config.model == str(drafter)
@@ -91,6 +91,8 @@ def test_a_target_that_names_its_drafter(both: Path, tmp_path: Path) -> None:
     ):
         check(parse(arguments, both), both)
     check(parse(["--spec-method", "ddtree"], both), both, budget=63)
+    slash = f"{both}/"
+    check(parse(["--speculative-config", json.dumps({**given, "model": slash})], both), slash)
     config = tmp_path / "serve.yaml"
     config.write_text("speculative-config:\n  method: ddtree\n  budget: 12\n")
     check(parse(["--config", str(config)], both), both)

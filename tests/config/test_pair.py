@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,15 @@ def test_a_target_of_another_size(tmp_path: Path) -> None:
             ["sliding-window layers", "no sliding_window"],
         ),
         (dflash(use_swa=True), ["sliding-window layers", "no sliding_window"]),
+        (
+            dflash(use_swa=True, swa_window_size="64"),
+            ["swa_window_size '64' is no whole number of at least 1"],
+        ),
+        (dflash(use_swa=True, swa_window_size=0), ["swa_window_size 0"]),
+        (
+            {"layer_types": ["full_attention"]},
+            ["give a DFlash drafter", "config.json", "layer_types"],
+        ),
         (dflash(sample_from_anchor=True), ["plain DFlash drafter", "sample_from_anchor"]),
         ({"block_size": "8"}, ["block_size '8'", "2 to 32"]),
         ({"block_size": True}, ["block_size True", "2 to 32"]),
@@ -80,6 +90,21 @@ def test_speculators_that_draft_otherwise(tmp_path: Path, key: str, value: Any) 
     drafter = as_speculators(DRAFTER, tmp_path / "drafter", TARGET, **{key: value})
     message = refusal(lambda: build({"model": str(drafter)}))
     assert "plain DFlash drafter" in message and key in message
+
+
+def test_a_drafter_without_fc(tmp_path: Path) -> None:
+    """It takes the target's states side by side; no matrix makes one of them."""
+    states = {"use_aux_hidden_state": False}
+    size = {"hidden_size": 384, "target_hidden_size": 64}
+    for section in ({"dflash_config": {**dflash()["dflash_config"], **states}}, states):
+        drafter = edited(DRAFTER, tmp_path / str(len(section)), **size, **section)
+        assert build({"model": str(drafter)}).speculative_config.block_size == 8
+        shutil.rmtree(drafter)
+    # dflash_config counts before eagle_config.
+    drafter = edited(
+        DRAFTER, tmp_path / "both", eagle_config=states, **dflash(**{next(iter(states)): True})
+    )
+    assert build({"model": str(drafter)}).speculative_config.block_size == 8
 
 
 def test_a_drafter_of_its_own_size(tmp_path: Path) -> None:
@@ -202,10 +227,6 @@ def offsets(*ids: int) -> torch.Tensor:
             "3 tokens (draft_vocab_size), and has no lm_head",
         ),
         (
-            {"draft_vocab": 3, "draft_id_to_target_id": offsets(0, 1, 2)},
-            "3 tokens (draft_vocab_size), and has no d2t",
-        ),
-        (
             {"draft_vocab": 3, "draft_id_to_target_id": offsets(0, 1, 100)},
             "d2t names tokens outside the vocabulary of 100",
         ),
@@ -233,6 +254,18 @@ def test_weights_that_are_whole() -> None:
     check_loaded_drafter(*loaded(draft_id_to_target_id=torch.zeros(100, dtype=torch.long)))
     none = torch.zeros(3, dtype=torch.long)
     check_loaded_drafter(*loaded(3, draft_id_to_target_id=none, load_format="dummy"))
+
+
+def test_a_map_that_moves_no_token_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint has none, or one for the target's first tokens: vLLM cannot tell either."""
+    from vllm_ddtree.config import loaded_drafter
+
+    said: list[str] = []
+    monkeypatch.setattr(
+        loaded_drafter.logger, "warning_once", lambda text, *values: said.append(text % values)
+    )
+    loaded_drafter.check_loaded_drafter(*loaded(3, draft_id_to_target_id=offsets(0, 1, 2)))
+    assert len(said) == 1 and "target's first 3" in said[0] and "d2t" in said[0]
 
 
 def test_heads_that_no_backend_takes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ValidationError
 
 
@@ -30,7 +31,7 @@ def bad_layer(name: str, what: str, fix: str = "use method dflash for this targe
 
 
 def refused_by_vllm(
-    error: ValidationError | OSError | KeyError, keys: dict[str, Any]
+    error: ValidationError | StrictDataclassError | OSError | KeyError, keys: dict[str, Any]
 ) -> ValueError:
     """One line for what vLLM's own configuration refuses of the user's keys.
 
@@ -49,6 +50,10 @@ def refused_by_vllm(
         # Of vLLM's reading of a checkpoint (transformers_utils/configs/speculators/algos.py).
         missing = f"{model}/config.json has no {error.args[0]}"
         return bad_key("model", model, f"give a DFlash drafter ({missing})")
+    if isinstance(error, StrictDataclassError):
+        # Of transformers' reading of config.json.
+        what = f"{model}/config.json: {' '.join(str(error).split())}"
+        return bad_key("model", model, f"give a DFlash drafter ({what})")
     first = error.errors()[0]
     reason = " ".join(first["msg"].removeprefix("Value error, ").split())
     if reason.startswith("Model architectures"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import Any
+from typing import Any, TypeGuard
 
 from vllm.config.speculative import SpeculativeConfig
 
@@ -152,7 +152,7 @@ def check_keys(keys: dict[str, Any]) -> None:
             )
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> TypeGuard[int]:
     """Whether it is a whole number, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
 

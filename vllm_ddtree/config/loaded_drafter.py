@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 
 from vllm_ddtree import integration
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_ddtree.config.speculative import DDTreeConfig
+
+logger = init_logger("vllm.ddtree")
 
 
 def check_draft_backend(vllm_config: VllmConfig) -> None:
@@ -102,7 +105,14 @@ def _bad_vocabulary(vllm_config: Any, model: Any) -> str | None:
     if not getattr(model, "has_own_lm_head", False):
         return f"{proposes}, and has no lm_head for them"
     if not bool(offsets.any()):
-        return f"{proposes}, and has no d2t that names them"
+        # vLLM starts from zeros: the checkpoint has no d2t, or one that says just this.
+        logger.warning_once(
+            "ddtree: drafter %s proposes %d tokens (draft_vocab_size) and maps none to another id "
+            "(d2t); if its tokens are not the target's first %d, it drafts badly",
+            vllm_config.speculative_config.draft_model_config.model,
+            vocab,
+            vocab,
+        )
     ids = torch.arange(vocab, device=offsets.device) + offsets
     known = min(config.vocab_size, vllm_config.model_config.get_vocab_size())
     if int(ids.min()) < 0 or int(ids.max()) >= known:

@@ -79,6 +79,13 @@ def _bad_sizes(spec: SpeculativeConfig, num_states: int) -> Iterator[str]:
     if hyper_connections or any(name in architectures for name in OF_THE_TARGET):
         return
     size = target.get_hidden_size()
+    if not _joins_states(config):
+        if num_states * size != config.hidden_size:
+            yield (
+                "it takes hidden states as they are (use_aux_hidden_state=false), of size "
+                f"{config.hidden_size}, but gets {num_states} of size {size}: {TRAINED_FOR}"
+            )
+        return
     key = "target_hidden_size" if getattr(config, "target_hidden_size", None) else "hidden_size"
     expected = getattr(config, key)
     if expected != size:
@@ -86,13 +93,19 @@ def _bad_sizes(spec: SpeculativeConfig, num_states: int) -> Iterator[str]:
             f"it reads hidden states of size {expected} (its {key}), but the target's are of size "
             f"{size}: {TRAINED_FOR}"
         )
-    nested = getattr(config, "dflash_config", None) or {}
-    uses = nested.get("use_aux_hidden_state", getattr(config, "use_aux_hidden_state", True))
-    if not uses and num_states * size != config.hidden_size:
-        yield (
-            "it takes hidden states as they are (use_aux_hidden_state), of size "
-            f"{config.hidden_size}, but gets {num_states} of size {size}: {TRAINED_FOR}"
-        )
+
+
+def _joins_states(config: PretrainedConfig) -> bool:
+    """Whether `fc` makes one state of the target's several.
+
+    vLLM reads `dflash_config` first, then `eagle_config`, then the key itself
+    (model_executor/models/qwen3_dflash.py).
+    """
+    key = "use_aux_hidden_state"
+    nested: dict[str, Any] = {}
+    for section in ("eagle_config", "dflash_config"):
+        nested |= getattr(config, section, None) or {}
+    return bool(nested.get(key, getattr(config, key, True)))
 
 
 def _bad_heads(spec: SpeculativeConfig) -> Iterator[str]:
@@ -113,8 +126,12 @@ def _bad_windows(config: PretrainedConfig) -> Iterator[str]:
     if kinds is not None and len(kinds) < config.num_hidden_layers:
         yield f"its layer_types name {len(kinds)} of its {config.num_hidden_layers} layers"
     windowed = nested.get("use_swa", False) or "sliding_attention" in (kinds or [])
-    if windowed and nested.get("swa_window_size", getattr(config, "sliding_window", None)) is None:
+    key = "swa_window_size" if "swa_window_size" in nested else "sliding_window"
+    window = nested.get(key, getattr(config, key, None))
+    if windowed and window is None:
         yield "it has sliding-window layers, but config.json has no sliding_window"
+    elif windowed and not (is_whole(window) and window >= 1):
+        yield f"its {key} {window!r} is no whole number of at least 1"
     if nested.get("sample_from_anchor", False):
         yield "give a plain DFlash drafter (its sample_from_anchor makes another block)"
 

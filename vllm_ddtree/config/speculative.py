@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field, ValidationError
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
@@ -102,7 +103,7 @@ def make_config(
             target_parallel_config=target_parallel,
             **keys.for_vllm,
         )
-    except (ValidationError, OSError, KeyError) as error:
+    except (ValidationError, StrictDataclassError, OSError, KeyError) as error:
         check_format(keys.model, keys.for_vllm.get("revision"))
         raise refused_by_vllm(error, keys.for_vllm) from error
     built.block_size = check_drafter(built, keys.num_speculative_tokens)

@@ -44,14 +44,6 @@ def check_token_budget(vllm_config: VllmConfig) -> None:
                 f"{flag}={value} is too small for method ddtree with {budget}: a request verifies "
                 f"{rows} tokens a step; leave it out, raise it to at least {rows} or {lower}"
             )
-    if not _limits_active(vllm_config) and scheduler.max_num_seqs > _most_drafts(vllm_config):
-        drafts = scheduler.max_num_seqs * spec.block_size
-        raise ValueError(
-            f"--max-num-seqs={scheduler.max_num_seqs} with the drafter's "
-            f"block_size={spec.block_size} needs {drafts} draft tokens a step, more than "
-            f"--max-num-batched-tokens={tokens}: raise it to at least {drafts} or lower "
-            f"--max-num-seqs to {_most_drafts(vllm_config)}"
-        )
 
 
 def set_active_requests(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
@@ -64,16 +56,20 @@ def set_active_requests(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
         vllm_config: made from them; changed.
 
     """
+    spec: DDTreeConfig = vllm_config.speculative_config
     scheduler = vllm_config.scheduler_config
-    if _limits_active(vllm_config):
-        asked = engine_args.max_num_active_seqs or scheduler.max_num_seqs
-        scheduler.max_num_active_seqs = min(asked, _most_drafts(vllm_config))
+    asked = engine_args.max_num_active_seqs or scheduler.max_num_seqs
+    # vLLM's buffers hold the drafts of this many requests.
+    most_drafts = scheduler.max_num_batched_tokens // spec.block_size
+    scheduler.max_num_active_seqs = min(asked, most_drafts)
 
 
 def set_fitting_schedule(vllm_config: VllmConfig) -> None:
     """Let budgets shrink where the trees of all running requests would not fit a step.
 
-    A budget that always fits, and a schedule whose budgets do, stay as they are.
+    A budget that always fits, and a schedule whose budgets do, stay as they are. A target with
+    recurrent layers always gets a schedule: without one vLLM gives a new request of one token a
+    draft of placeholders, and these rows are not among those that fit.
 
     Args:
         vllm_config: changed: a fixed budget that does not always fit becomes a schedule.
@@ -84,23 +80,14 @@ def set_fitting_schedule(vllm_config: VllmConfig) -> None:
     given = spec.num_speculative_tokens_per_batch_size or [(1, limit, spec.budget)]
     fitted = fit_schedule(given, tokens, limit)
     if fitted == list(given):
+        if vllm_config.model_config.is_hybrid:
+            spec.num_speculative_tokens_per_batch_size = list(given)
         return
     spec.num_speculative_tokens_per_batch_size = fitted
     if not spec.auto_budget:
         logger.info(
-            "ddtree: a step has %d tokens; so that all running requests fit, the budget is %s "
-            "(first, last request, nodes)",
-            tokens.scheduled,
+            "ddtree: a step has room for %d tokens of trees; so that all running requests fit, "
+            "the budget is %s (first, last request, nodes)",
+            min(tokens.scheduled, tokens.tree_rows),
             fitted,
         )
-
-
-def _limits_active(vllm_config: VllmConfig) -> bool:
-    """Whether this vLLM limits running requests apart from `max_num_seqs` (since 0.33)."""
-    return hasattr(vllm_config.scheduler_config, "max_num_active_seqs")
-
-
-def _most_drafts(vllm_config: VllmConfig) -> int:
-    """Requests whose drafts fit vLLM's buffers, of max_num_batched_tokens."""
-    spec: DDTreeConfig = vllm_config.speculative_config
-    return vllm_config.scheduler_config.max_num_batched_tokens // spec.block_size

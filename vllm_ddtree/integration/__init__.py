@@ -24,7 +24,12 @@ from vllm_ddtree.integration.drafter import (
     mask_token_id,
     tokenizer_vocabulary,
 )
-from vllm_ddtree.integration.dummy import dummy_draft, dummy_step, random_tokens
+from vllm_ddtree.integration.dummy import (
+    dummy_adapters,
+    dummy_draft,
+    dummy_step,
+    random_tokens,
+)
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
 from vllm_ddtree.integration.replace import replace, resolve, restore
@@ -44,6 +49,7 @@ __all__ = [
     "check",
     "checkpoint_config",
     "draft_backend_error",
+    "dummy_adapters",
     "dummy_draft",
     "dummy_step",
     "estimates_memory",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -69,6 +70,16 @@ class _Asked:
 
 _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 """Set while an engine's configuration is made."""
+_made: ContextVar[Any] = ContextVar("made", default=None)
+"""The speculative configuration made in the course of it."""
+
+
+def _same_drafter(one: Any, other: Any) -> bool:
+    """Whether two values of `model` name one drafter; a folder may be written in several ways."""
+    if one == other:
+        return True
+    paths = [path for path in (one, other) if isinstance(path, str) and os.path.isdir(path)]
+    return len(paths) == 2 and os.path.samefile(*paths)
 
 
 def _take_named_drafter(engine_args: EngineArgs, asked: _Asked, keys: dict[str, Any]) -> None:
@@ -83,7 +94,7 @@ def _take_named_drafter(engine_args: EngineArgs, asked: _Asked, keys: dict[str, 
         return
     drafter = made["model"]
     given = keys.setdefault("model", drafter)
-    if given != drafter:
+    if not _same_drafter(given, drafter):
         raise ValueError(
             f"speculative_config: model={given!r} is not valid for method ddtree: target "
             f"{asked.target!r} names its own drafter; leave it out, or give the target itself"
@@ -109,7 +120,9 @@ def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any
         integration.require()
         from vllm_ddtree.config.speculative import make_config
 
-        return make_config(keys, target_model_config, target_parallel_config)
+        spec = make_config(keys, target_model_config, target_parallel_config)
+        _made.set(spec)
+        return spec
 
     return create
 
@@ -123,12 +136,17 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         from vllm_ddtree.config import engine
 
-        engine.check_engine_args(self)
-        token = _asked.set(asked)
+        engine.check_watermark(self)
+        tokens = _asked.set(asked), _made.set(None)
         try:
             vllm_config = original(self, *args, **kwargs)
+        except ValueError as error:
+            if "max_num_batched_tokens" in str(error):
+                engine.check_adapters(self, _made.get())
+            raise
         finally:
-            _asked.reset(token)
+            _asked.reset(tokens[0])
+            _made.reset(tokens[1])
         engine.finish_engine_config(self, vllm_config)
         return vllm_config
 

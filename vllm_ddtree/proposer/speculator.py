@@ -26,10 +26,17 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree.budget.tiers import TIERS
-from vllm_ddtree.graphs.draft import DraftGraphManager
+from vllm_ddtree.graphs.draft import ContextGraphManager, DraftGraphManager
 from vllm_ddtree.proposer.context import gather_states
 from vllm_ddtree.proposer.head import Head, make_head
-from vllm_ddtree.proposer.reach import Reach, draft_reaches, fitting, make_reaches
+from vllm_ddtree.proposer.reach import (
+    Reach,
+    context_alone,
+    draft_reaches,
+    fitting,
+    make_narrow,
+    make_reaches,
+)
 from vllm_ddtree.round import runtime
 from vllm_ddtree.tree.build import build_trees
 
@@ -40,8 +47,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.ddtree")
 
 LONGEST_EVERY = 16
-"""With `"budget": "auto"`, one draft in so many is of the longest reach, whatever the budget. Only
-the trees of such drafts have all the nodes by which larger budgets are estimated (round/meter.py).
+"""With `"budget": "auto"`, one draft in so many is of the longest reach, whatever the budget. So is
+the first one after plain decoding. Only the trees of such drafts have all the nodes by which larger
+budgets are estimated (round/meter.py).
 """
 
 
@@ -100,11 +108,16 @@ class DDTreeSpeculator(DFlashSpeculator):
         spec = vllm_config.speculative_config
         self._schedule = spec.num_speculative_tokens_per_batch_size
         budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
-        positions = draft_reaches(rt.max_depth, TIERS if spec.auto_budget else budgets)
+        budgets = list(TIERS) if spec.auto_budget else budgets
+        positions = draft_reaches(rt.max_depth, budgets)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.reaches = make_reaches(positions, max_num_reqs, rt.top_k, device)
         """The reaches that a draft may have, the longest first."""
+        self.narrow = make_narrow(self.reaches, spec.block_size) if spec.auto_budget else None
+        """The reach of few masks; None where there is none."""
+        self.context_alone = context_alone(max_num_reqs, device) if 0 in budgets else None
+        """The reach of steps that draft nothing; None if there are none."""
         self.reach = self.reaches[0]
         """The reach of the draft in progress."""
         super().__init__(_draft_view(vllm_config), device)
@@ -115,11 +128,15 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.tree_indices = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
         """int64 [max_num_reqs], index of each request of the batch; -1 for padding and dummies."""
         self._drafts = 0
-        for reach in self.reaches:
+        for reach in self._with_graphs():
             setattr(self, reach.manager, None)
         self.head: Head | None = None
         """Made by the first (profiling) run: not while weights load, or it would sleep with them.
         """
+
+    def _with_graphs(self) -> list[Reach]:
+        """All reaches, the longest first."""
+        return [*self.reaches, *filter(None, (self.narrow, self.context_alone))]
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """vLLM's drafter, checked."""
@@ -144,6 +161,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         """Make vLLM's parts draft with this reach, and its graphs."""
         self.reach = reach
         self.query_cudagraph_manager = getattr(self, reach.manager)
+        self.num_speculative_steps = self._masks(reach)
+        self.num_query_per_req = 1 + self.num_speculative_steps
+
+    def _masks(self, reach: Reach) -> int:
+        """Masked queries of each block."""
+        return self.speculative_config.block_size - 1 if reach.masks is None else reach.masks
 
     def _choose_reach(self, num_nodes: int | None, dummy_run: bool) -> Reach:
         """The shortest reach for what the step has verified and for `num_nodes` to draft.
@@ -160,17 +183,22 @@ class DDTreeSpeculator(DFlashSpeculator):
             return self.reaches[0]
         if num_nodes > 0 and not dummy_run and self.speculative_config.auto_budget:
             self._drafts += 1
-            if self._drafts % LONGEST_EVERY == 1:
+            if self._drafts % LONGEST_EVERY == 1 or rt.step.max_verify_len == 0:
                 return self.reaches[0]
-        return fitting(self.reaches, min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1)))
+        needed = min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1))
+        reach = fitting(self.reaches, needed)
+        if rt.narrow_asked and num_nodes > 0 and self.narrow:
+            return self.narrow if reach.positions <= self.narrow.positions else reach
+        return reach
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Graph managers of each reach, in the mode that DFlash chooses; then the start-up line."""
         super().init_cudagraph_manager(cudagraph_mode)
         chosen = self.query_cudagraph_manager.cudagraph_mode
-        for reach in self.reaches:
-            manager = DraftGraphManager(
-                self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
+        for reach in self._with_graphs():
+            kind = DraftGraphManager if reach.positions else ContextGraphManager
+            manager = kind(
+                self.vllm_config, self.device, chosen, decode_query_len=1 + self._masks(reach)
             )
             setattr(self, reach.manager, manager)
         self._set_reach(self.reaches[0])
@@ -181,7 +209,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
             "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
-            "attention=%s graphs=%s (verify %d tokens a request, draft %d, "
+            "attention=%s %sgraphs=%s (verify %d tokens a request, draft %d, "
             "%s positions of it, draft graphs %s)",
             self._budget_in_words(),
             spec.depth_limit,
@@ -189,6 +217,7 @@ class DDTreeSpeculator(DFlashSpeculator):
             spec.block_size,
             self.draft_model_config.model,
             rt.attention_words,
+            rt.state_words and f"states={rt.state_words} ",
             verify_mode.name,
             rt.num_rows,
             spec.block_size,
@@ -198,7 +227,7 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def capture(self) -> None:
         """Capture the graphs of each reach, the longest first: the others fit in its memory."""
-        for reach in self.reaches:
+        for reach in self._with_graphs():
             with self._drafting(reach):
                 super().capture()
 
@@ -222,6 +251,8 @@ class DDTreeSpeculator(DFlashSpeculator):
 
         The signature is vLLM's (`DFlashSpeculator._generate_draft`).
         """
+        if self.reach.positions == 0:
+            return  # the graph has the drafter's context, and that is all
         hidden_states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -281,6 +312,12 @@ class DDTreeSpeculator(DFlashSpeculator):
             rt.meter.built if reach is self.reaches[0] else None,
         )
 
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        """Of the draft's attention; none where the context alone is written."""
+        if self.reach.positions == 0:
+            return {}
+        return super()._build_uniform_attn_metadata(*args, **kwargs)
+
     def _store_hidden_states(
         self,
         num_tokens: int,
@@ -323,12 +360,16 @@ class DDTreeSpeculator(DFlashSpeculator):
 
         """
         step = self.runtime.step
+        num_nodes = kwargs.get("num_speculative_tokens")
         if kwargs.get("skip_attn_for_dummy_run"):
             # The profiling run: with all of them, nothing is left to compile while serving.
             reaches = self.reaches
+        elif num_nodes == 0 and self.context_alone and self._context_has_graph(input_batch):
+            reaches = [self.context_alone]
+            kwargs["num_speculative_tokens"] = None  # at 0 vLLM launches kernel by kernel
         else:
-            num_nodes = kwargs.get("num_speculative_tokens")
             reaches = [self._choose_reach(num_nodes, kwargs.get("dummy_run", False))]
+            self.runtime.narrow_drafted = reaches[0] is self.narrow
         if aux_hidden_states and step.verified and not step.as_chains:
             input_batch, aux_hidden_states, num_rejected = self._path_to_front(
                 reaches[0], input_batch, aux_hidden_states, num_rejected
@@ -349,6 +390,15 @@ class DDTreeSpeculator(DFlashSpeculator):
         step.verified = False
         self.runtime.meter.publish()
         return self.tree_tokens[: input_batch.num_reqs]
+
+    def _context_has_graph(self, batch: InputBatch) -> bool:
+        """Whether the context that a step adds, one row a request, has a graph."""
+        if batch.num_tokens != batch.num_reqs or self.dp_size > 1 or self.context_alone is None:
+            return False
+        if getattr(self, "_aux_staging", None) is None:
+            return False
+        manager = getattr(self, self.context_alone.manager)
+        return isinstance(manager, ContextGraphManager) and manager.holds(batch.num_reqs)
 
     def _path_to_front(
         self,
