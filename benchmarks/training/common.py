@@ -184,7 +184,15 @@ def held_out(target: Target, tokens: Tensor, count: int, prompt: int, length: in
 
 
 @torch.no_grad()
-def with_features(target: Target, ids: Tensor, prompts: Tensor, batch: int = 64) -> Rollouts:
+def with_features(
+    target: Target, ids: Tensor, prompts: Tensor, gigabytes: float = 14, batch: int = 64
+) -> Rollouts:
+    """Rollouts with their features: a random choice if all would take more memory."""
+    width = len(target.states) * target.sizes.hidden * (2 if DEVICE == "cuda" else 4)
+    most = max(1, int(gigabytes * 1e9 / (width * ids.shape[1])))
+    if len(ids) > most:
+        chosen = torch.randperm(len(ids), device=ids.device)[:most]
+        ids, prompts = ids[chosen], prompts[chosen]
     parts = []
     for part in ids.split(batch):
         with autocast():
