@@ -188,16 +188,17 @@ def with_features(
     target: Target, ids: Tensor, prompts: Tensor, gigabytes: float = 14, batch: int = 64
 ) -> Rollouts:
     """Rollouts with their features: a random choice if all would take more memory."""
-    width = len(target.states) * target.sizes.hidden * (2 if DEVICE == "cuda" else 4)
-    most = max(1, int(gigabytes * 1e9 / (width * ids.shape[1])))
+    row = len(target.states) * target.sizes.hidden * STORED.itemsize * ids.shape[1]
+    most = max(1, int(gigabytes * 1e9 / row))
     if len(ids) > most:
         chosen = torch.randperm(len(ids), device=ids.device)[:most]
         ids, prompts = ids[chosen], prompts[chosen]
-    parts = []
-    for part in ids.split(batch):
+    width = len(target.states) * target.sizes.hidden
+    features = torch.empty(*ids.shape, width, dtype=STORED, device=ids.device)
+    for part, out in zip(ids.split(batch), features.split(batch), strict=True):
         with autocast():
-            parts.append(target(part.long())[1].to(STORED))
-    return Rollouts(ids, prompts, torch.cat(parts))
+            out.copy_(target(part.long())[1])
+    return Rollouts(ids, prompts, features)
 
 
 def labels_of(ids: Tensor, anchors: Tensor, count: int) -> Tensor:
