@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,9 @@ def test_a_student_begins_as_its_teacher(nano_pair: Pair) -> None:
     teacher = load_target(nano_pair.target, [0, 1, 2], "cpu")
     student = student_of(teacher, "nano").cpu()
     x = torch.randn(1, 20, 128)
-    new, old = student.model["layers"][3], teacher.model["layers"][3]
+    new: Any
+    old: Any
+    new, old = student.get_submodule("model.layers.3"), teacher.get_submodule("model.layers.3")
     with torch.no_grad():
         torch.testing.assert_close(new.input_layernorm(x), old.input_layernorm(x))
         first = new.self_attn.queries(x, torch.zeros(1, 20))[0]
