@@ -248,7 +248,7 @@ OBJECTS = (
     ),
     Change(
         "QwenGatedDeltaNetAttention._forward_core",
-        "vllm_ddtree.recurrent.install:install_recurrent",
+        "vllm_ddtree.recurrent.kinds:set_delta_core",
         "A target's recurrent layer follows the trees.",
     ),
     Change(
@@ -263,8 +263,13 @@ OBJECTS = (
     ),
     Change(
         "QwenGatedDeltaNetAttention.enable_fused_gdn_spec_decode",
-        "vllm_ddtree.recurrent.install:install_recurrent",
+        "vllm_ddtree.recurrent.kinds:set_delta_core",
         "It goes through `_forward_core`, not to a kernel for chains; with `gdn_decode_kernel`.",
+    ),
+    Change(
+        "MambaMixer2.conv_ssm_forward",
+        "vllm_ddtree.recurrent.kinds:set_mamba2_core",
+        "A target's recurrent layer follows the trees; with `get_attn_backend` and `num_spec`.",
     ),
     Change(
         "Scheduler.dynamic_sd_lookup",
