@@ -26,6 +26,7 @@ from vllm_ddtree.integration.drafter import (
 )
 from vllm_ddtree.integration.dummy import dummy_draft, dummy_step, random_tokens
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
+from vllm_ddtree.integration.importing import when_imported
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
 from vllm_ddtree.integration.replace import replace, resolve, restore
 from vllm_ddtree.integration.requests import request_limits
@@ -67,4 +68,5 @@ __all__ = [
     "target_backend",
     "tokenizer_vocabulary",
     "vllm_version",
+    "when_imported",
 ]

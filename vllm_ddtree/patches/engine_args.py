@@ -42,11 +42,19 @@ class _Asked:
         given = tuple(flag for flag in flags if flag[2] is not None)
         return cls(engine_args.model, engine_args.speculative_config, given)
 
-    def is_ddtree(self) -> bool:
+    def method(self) -> Any:
+        """As given, None if none is."""
         methods = [value for _, key, value in self.flags if key == "method"]
         if isinstance(self.config, dict):
             methods.append(self.config.get("method"))
-        return methods[:1] == ["ddtree"]
+        return methods[0] if methods else None
+
+    def is_ddtree(self) -> bool:
+        return self.method() == "ddtree"
+
+    def is_given(self) -> bool:
+        """Whether the user asked for speculation of any method."""
+        return bool(self.flags) or bool(self.config)
 
     def keys(self) -> dict[str, Any]:
         """The speculative_config and the short flags together.
@@ -105,17 +113,33 @@ def _take_named_drafter(engine_args: EngineArgs, asked: _Asked, keys: dict[str, 
 def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_speculative_config`."""
 
-    def create(self: EngineArgs, target_model_config: Any, target_parallel_config: Any) -> Any:
+    def create_another(self: EngineArgs, asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except ValueError as error:
+            if not asked.is_given():
+                raise
+            from vllm_ddtree.config.hints import meant
+
+            given = asked.config if isinstance(asked.config, dict) else {}
+            named = {key: value for _, key, value in asked.flags}
+            refused = meant(asked.method(), {**given, **named}, error)
+            if refused is None:
+                raise
+            raise refused from error
+
+    def create(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         asked = _asked.get() or _Asked.of(self)
         if not asked.is_ddtree():
-            return original(
-                self,
-                target_model_config=target_model_config,
-                target_parallel_config=target_parallel_config,
-            )
+            return create_another(self, asked, *args, **kwargs)
+        integration.require()
+        return create_tree(self, asked, *args, **kwargs)
+
+    def create_tree(
+        self: EngineArgs, asked: _Asked, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
         keys = asked.keys()
         _take_named_drafter(self, asked, keys)
-        integration.require()
         from vllm_ddtree.config.speculative import make_config
 
         return make_config(keys, target_model_config, target_parallel_config)
@@ -136,6 +160,13 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         token = _asked.set(asked)
         try:
             vllm_config = original(self, *args, **kwargs)
+        except ValueError as error:
+            from vllm_ddtree.config.hints import advice
+
+            refused = advice(error)
+            if refused is None:
+                raise
+            raise refused from error
         finally:
             _asked.reset(token)
         engine.finish_engine_config(self, vllm_config)
