@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.engine.core_client import InprocClient, MPClient
 from vllm.v1.sample.ops import topk_topp_sampler
 
 
@@ -21,24 +22,26 @@ def patch() -> None:
       interpreter; vLLM's own PyTorch form takes its place.
     - `models/qwen3_dflash.py` `_normalize_context_k`: the CPU `rms_norm` reads row 0 of its 2-D
       weight for every layer, so a drafter of several layers drafts worse than it should.
-    - `v1/executor/abstract.py` `Executor.get_class`, which every front end calls: an engine that
-      would compile the model is refused. Here it would compile for ever.
+    - `v1/engine/core_client.py`: a front end that is about to start an engine that compiles its
+      model is refused. Here the engine would compile for ever.
     """
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
     DFlashQwen3Model._normalize_context_k = _normalize_context_k
-    if not hasattr(Executor.get_class, "__wrapped__"):
-        Executor.get_class = staticmethod(_eager_only(Executor.get_class))
+    for client in (InprocClient, MPClient):
+        if not hasattr(client.__init__, "__wrapped__"):
+            client.__init__ = _eager_only(client.__init__)
 
 
-def _eager_only(get_class: Any) -> Any:
-    @functools.wraps(get_class)
-    def checked(vllm_config: Any) -> Any:
-        model = vllm_config.model_config
+def _eager_only(init: Any) -> Any:
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = (*args, *kwargs.values())
+        model = next(v.model_config for v in given if isinstance(v, VllmConfig))
         if model is not None and not model.enforce_eager:
             raise ValueError(
                 "the CPU test bed cannot compile models: give --enforce-eager (enforce_eager=True)"
             )
-        return get_class(vllm_config)
+        init(self, *args, **kwargs)
 
     return checked
 
