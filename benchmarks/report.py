@@ -5,6 +5,7 @@ A run is one engine at one concurrency, once. This is its record; all times are 
 clocks:
 
 engine, concurrency, cycle, repeat, requests
+traffic            what the requests are about, and how they are sampled; "" where none was named
 tokens, seconds    output tokens of all requests, wall time from first submission to last answer
 tokens_s           tokens / seconds: prefill, ramp and drain included, for every engine alike
 tpot_ms            mean over requests of (last token - first token) / (tokens - 1)
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import changing
+
 Run = dict[str, Any]
 
 
@@ -34,6 +37,7 @@ def run_record(
     drafts: int,
     accepted: int,
     steps: int,
+    traffic: str = "",
 ) -> Run:
     """A run's record. requests: (tokens, seconds to the first one, seconds from first to last)."""
     tokens = sum(n for n, _, _ in requests)
@@ -41,6 +45,7 @@ def run_record(
     rounds = drafts or sum(n - 1 for n, _, _ in requests)
     return {
         "engine": engine,
+        "traffic": traffic,
         "concurrency": concurrency,
         "requests": len(requests),
         "tokens": tokens,
@@ -55,14 +60,64 @@ def run_record(
     }
 
 
+def timed_record(
+    engine: str,
+    traffic: str,
+    concurrency: int,
+    seconds: float,
+    tokens: int,
+    whole: float,
+    drafts: int,
+    accepted: int,
+    steps: int,
+) -> Run:
+    """The record of a run of so many seconds.
+
+    Its requests have no times of their own. Counts are those of the `whole` seconds, of which
+    `seconds` give the tokens.
+    """
+    return {
+        "engine": engine,
+        "traffic": traffic,
+        "concurrency": concurrency,
+        "requests": concurrency,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_s": tokens / seconds,
+        "tpot_ms": 1e3 * concurrency * seconds / max(1, tokens),
+        "ttft_ms": 0.0,
+        "rounds": drafts,
+        "ms_round": 1e3 * whole / max(1, steps),
+        "acceptance": 1 + accepted / drafts if drafts else 1.0,
+        "steps": steps,
+    }
+
+
+def is_static(engine: str) -> bool:
+    """Whether an engine's setting does not follow the load; adaptive chains are rivals, so static.
+
+    By its name: only those of `"budget": "auto"` end with "auto".
+    """
+    return not engine.endswith("auto")
+
+
+def _key(run: Run) -> tuple[str, str, int]:
+    engine, traffic = run["engine"], run.get("traffic", "")
+    if engine.endswith(" sampled"):  # of a record of before there was a traffic
+        engine, traffic = engine.removesuffix(" sampled"), "sampled"
+    return engine, traffic, run["concurrency"]
+
+
 def summarise(runs: Iterable[Run]) -> list[Run]:
-    """One row an (engine, concurrency), in order of appearance: medians, range of tokens/s."""
-    groups: dict[tuple[str, int], list[Run]] = {}
+    """One row an (engine, traffic, concurrency), in order of appearance: medians, range of
+    tokens/s."""
+    groups: dict[tuple[str, str, int], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run["engine"], run["concurrency"]), []).append(run)
+        groups.setdefault(_key(run), []).append(run)
     rows = []
-    for (engine, concurrency), group in groups.items():
-        row: Run = {"engine": engine, "concurrency": concurrency, "runs": len(group)}
+    for (engine, traffic, concurrency), group in groups.items():
+        row: Run = {"engine": engine, "traffic": traffic, "concurrency": concurrency}
+        row["runs"] = len(group)
         keys = ("tokens_s", "tpot_ms", "ttft_ms", "rounds", "ms_round", "acceptance", "steps")
         for key in keys:
             row[key] = statistics.median(run[key] for run in group)
@@ -72,31 +127,62 @@ def summarise(runs: Iterable[Run]) -> list[Run]:
     return rows
 
 
-def ratios(runs: Sequence[Run], base: str) -> dict[tuple[str, int], float]:
-    """Median tokens/s of each (engine, concurrency) over that of engine `base`, sampled runs over
-    its sampled runs."""
-    speed = {(row["engine"], row["concurrency"]): row["tokens_s"] for row in summarise(runs)}
+def ratios(runs: Sequence[Run], base: str) -> dict[tuple[str, str, int], float]:
+    """Median tokens/s of each (engine, traffic, concurrency) over that of engine `base`."""
+    speed = {_key(row): row["tokens_s"] for row in summarise(runs)}
     found = {}
-    for (engine, n), value in speed.items():
-        own = f"{base} sampled" if engine.endswith(" sampled") else base
-        if (own, n) in speed:
-            found[engine, n] = value / speed[own, n]
+    for (engine, traffic, n), value in speed.items():
+        if (base, traffic, n) in speed:
+            found[engine, traffic, n] = value / speed[base, traffic, n]
     return found
+
+
+def best_static(runs: Sequence[Run]) -> dict[tuple[str, int], str]:
+    """The static engine with the most tokens/s, by (traffic, concurrency)."""
+    best: dict[tuple[str, int], Run] = {}
+    for row in summarise(runs):
+        load = row["traffic"], row["concurrency"]
+        if (
+            is_static(row["engine"])
+            and row["tokens_s"] > best.get(load, {"tokens_s": 0})["tokens_s"]
+        ):
+            best[load] = row
+    return {load: row["engine"] for load, row in best.items()}
+
+
+def over_best_static(runs: Sequence[Run]) -> dict[tuple[str, str, int], tuple[str, float]]:
+    """The best static engine, and tokens/s over it: the median over repeats of each repeat's ratio.
+
+    Regret is 1 less that ratio.
+    """
+    best = best_static(runs)
+    repeats = {(_key(run), run.get("cycle", 0), run.get("repeat", 0)): run for run in runs}
+    shares: dict[tuple[str, str, int], list[float]] = {}
+    for (key, *repeat), run in repeats.items():
+        engine = best.get(key[1:])
+        base = repeats.get(((engine, *key[1:]), *repeat))
+        if base is not None and base["tokens_s"] > 0:
+            shares.setdefault(key, []).append(run["tokens_s"] / base["tokens_s"])
+    return {key: (best[key[1:]], statistics.median(found)) for key, found in shares.items()}
 
 
 def markdown(runs: Sequence[Run], bases: Sequence[str] = ("chain-15", "plain")) -> str:
     """Table of all runs, by concurrency; ratios of tokens/s to the engines `bases`."""
     against = {base: ratios(runs, base) for base in bases}
     bases = [base for base in bases if against[base]]
-    head = ["N", "engine", "runs", "tokens/s", "min-max"]
-    head += [f"/ {base}" for base in bases]
+    over = over_best_static(runs)
+    traffic = any(run.get("traffic") for run in runs)
+    head = ["N", *(["traffic"] if traffic else []), "engine", "runs", "tokens/s", "min-max"]
+    head += [f"/ {base}" for base in bases] + ["best static", "/ best static"]
     head += ["TPOT ms", "TTFT ms", "acceptance", "ms a round", "rounds", "steps"]
     lines = [_line(head), "|" + "---|" * len(head)]
-    for row in sorted(summarise(runs), key=lambda row: row["concurrency"]):
-        key = row["engine"], row["concurrency"]
-        cells = [row["concurrency"], row["engine"], row["runs"], f"{row['tokens_s']:.0f}"]
-        cells.append(f"{row['min']:.0f}-{row['max']:.0f}")
+    for row in sorted(summarise(runs), key=lambda row: (row["traffic"], row["concurrency"])):
+        key = _key(row)
+        cells = [row["concurrency"], *([row["traffic"]] if traffic else []), row["engine"]]
+        cells += [row["runs"], f"{row['tokens_s']:.0f}", f"{row['min']:.0f}-{row['max']:.0f}"]
         cells += [f"{against[base][key]:.2f}" if key in against[base] else "" for base in bases]
+        best, share = over.get(key, ("", None))
+        cells += [best, "" if share is None else f"{share:.2f}"]
         cells += [f"{row[key]:.2f}" for key in ("tpot_ms", "ttft_ms", "acceptance", "ms_round")]
         cells += [f"{row['rounds']:.0f}", f"{row['steps']:.0f}"]
         lines.append(_line(cells))
@@ -117,6 +203,8 @@ def plot(runs: Sequence[Run], folder: Path, base: str = "chain-15") -> list[Path
     from matplotlib import pyplot
 
     rows = summarise(runs)
+    for row in rows:  # a line of its own for each traffic
+        row["base"], row["engine"] = row["engine"], f"{row['engine']} {row['traffic']}".strip()
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     relative = ratios(runs, base)
     written = []
@@ -147,7 +235,7 @@ def plot(runs: Sequence[Run], folder: Path, base: str = "chain-15") -> list[Path
         draw(
             "ratio.png",
             f"output tokens/s over {base}",
-            lambda row: relative.get((row["engine"], row["concurrency"])),
+            lambda row: relative.get((row["base"], row["traffic"], row["concurrency"])),
         )
     return written
 
@@ -158,13 +246,17 @@ def write(report: dict[str, Any], folder: Path, plots: bool = False) -> None:
     (folder / "load.json").write_text(json.dumps(report, indent=1))
     info = report["info"]
     text = f"{info.get('gpu')}, vLLM {info.get('vllm')}, PyTorch {info.get('torch')}\n\n"
-    text += markdown(report["runs"]) + "\n"
+    if report["runs"]:
+        text += markdown(report["runs"]) + "\n"
+    if report.get("changing"):
+        text += "\nChanging load, tokens/s (over the best static engine of each second)\n\n"
+        text += changing.markdown(report["changing"], is_static) + "\n"
     if report["engines"]:
         text += "\n"
     for name, facts in report["engines"].items():
         text += f"- {name}: " + ", ".join(f"{k} {v}" for k, v in facts.items()) + "\n"
     (folder / "load.md").write_text(text)
-    if plots:
+    if plots and report["runs"]:
         plot(report["runs"], folder)
 
 
@@ -182,4 +274,5 @@ def merge(files: Sequence[Path]) -> dict[str, Any]:
         engines |= report["engines"]
     info = {**reports[0]["info"], "arguments": [r["info"].get("arguments") for r in reports]}
     runs = [run for report in reports for run in report["runs"]]
-    return {"info": info, "engines": engines, "runs": runs}
+    found = [record for report in reports for record in report.get("changing", [])]
+    return {"info": info, "engines": engines, "runs": runs, "changing": found}

@@ -5,6 +5,7 @@ vLLM's model runner calls a `ModelState` (v1/worker/gpu/model_states/interface.p
 target's forward. A round passes here in this order:
 
     add_request, apply_staged_writes   requests that verify their chain alone
+    preprocess_state                   how many rows of each request are sampled, for adapters
     prepare_attn                       the step is planned, its rows are filled
     prepare_inputs                     the target verifies all rows in one forward
     custom_sampler                     the sampler samples every row and walks
@@ -20,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_ddtree.attention.install import draft_layers, install_tree_attention, target_layers
 from vllm_ddtree.commit.target import TargetCaches
 from vllm_ddtree.config.loaded_target import check_loaded_target
 from vllm_ddtree.invariants.checks import Checks
 from vllm_ddtree.invariants.stop import enabled_on_all_ranks
+from vllm_ddtree.recurrent.install import install_recurrent
 from vllm_ddtree.round import runtime
+from vllm_ddtree.round.axes import place_nodes
 from vllm_ddtree.round.kinds import step_kinds
 from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.round.plan import mixed_tree_tokens, plan_step
@@ -65,7 +69,8 @@ def make_model_state(
 
     """
     check_loaded_target(vllm_config, model)
-    return DDTreeModelState(vllm_config, model, encoder_cache, device)
+    kind = HybridModelState if vllm_config.model_config.is_hybrid else DDTreeModelState
+    return kind(vllm_config, model, encoder_cache, device)
 
 
 class DDTreeModelState(DefaultModelState):
@@ -97,7 +102,9 @@ class DDTreeModelState(DefaultModelState):
         self._chain_requests = ChainRequests(vllm_config.scheduler_config.max_num_seqs)
         self._mixed_tree_tokens = mixed_tree_tokens(vllm_config)
         self._draft_names: frozenset[str] = frozenset()
-        self._checks = Checks() if enabled_on_all_ranks() else None
+        connected = vllm_config.kv_transfer_config is not None
+        self._checks = Checks(others_write=connected) if enabled_on_all_ranks() else None
+        self._num_logits: np.ndarray | None = None
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -126,6 +133,21 @@ class DDTreeModelState(DefaultModelState):
         super().apply_staged_writes()
         self._chain_requests.apply(self.runtime.trees)
 
+    def preprocess_state(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> None:
+        """Note how many rows of each request are sampled; dummy steps do not come here."""
+        super().preprocess_state(input_batch, *args, **kwargs)
+        self._num_logits = np.diff(input_batch.cu_num_logits_np)
+
+    def take_num_logits(self) -> np.ndarray | None:
+        """Rows to sample of each request of the step that begins; None: a dummy step, or taken.
+
+        Returns:
+            int32 [num_reqs].
+
+        """
+        taken, self._num_logits = self._num_logits, None
+        return taken
+
     def prepare_attn(
         self,
         input_batch: InputBatch,
@@ -145,12 +167,18 @@ class DDTreeModelState(DefaultModelState):
         self._prepare_rows(input_batch, slot_mappings, for_capture)
         if self._checks and not for_capture:
             self._checks.before_forward(
-                self.runtime, self._target_caches.compactors, block_tables, input_batch.seq_lens
+                self.runtime,
+                self._target_caches.compactors,
+                block_tables,
+                input_batch.seq_lens,
+                *self._state_blocks(),
             )
         # The drafter's layers run later, with metadata of their own. Where they share a group with
-        # the target's (vLLM's chain) they cost nothing here.
-        of_drafter = self._draft_names.issuperset
-        attn_groups = [[g for g in kv if not of_drafter(g.layer_names)] for kv in attn_groups]
+        # the target's (vLLM's chain) they cost nothing here. A KV connector that loads before the
+        # forward asks for the metadata of all layers whose keys it brings.
+        if self.vllm_config.kv_transfer_config is None:
+            of_drafter = self._draft_names.issuperset
+            attn_groups = [[g for g in kv if not of_drafter(g.layer_names)] for kv in attn_groups]
         return super().prepare_attn(
             input_batch,
             cudagraph_mode,
@@ -184,6 +212,11 @@ class DDTreeModelState(DefaultModelState):
         self._note_batch(rt.step, batch, slot_mappings)
         if rt.step.as_chains and not for_capture:
             as_chains(rt.trees, layout, batch.input_ids, rt.max_depth)
+        self._fill_rows(batch, layout)
+
+    def _fill_rows(self, batch: InputBatch, layout: Layout) -> None:
+        """What the rows of the step need to know about their trees."""
+        rt = self.runtime
         prepare_rows(
             rt.trees,
             rt.rows,
@@ -193,7 +226,7 @@ class DDTreeModelState(DefaultModelState):
             batch.positions,
             num_reqs_padded=batch.num_reqs_after_padding,
             num_tokens_padded=batch.num_tokens_after_padding,
-            max_query_len=int(num_rows.max()),
+            max_query_len=int(batch.num_scheduled_tokens.max()),
         )
 
     def _note_batch(self, step: Step, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
@@ -207,14 +240,29 @@ class DDTreeModelState(DefaultModelState):
             step.kinds = step_kinds(chains.of(batch.idx_mapping_np), chains.all, step.kind)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """The target's inputs: a tree row's position is the committed length + its depth."""
-        inputs = super().prepare_inputs(input_batch, req_states)
-        positions = self.runtime.rows.positions[: input_batch.num_tokens_after_padding]
-        return {**inputs, "positions": positions}
+        """The target's inputs: a tree row's position is the committed length + its depth.
+
+        Where positions have several axes it is so on each, counted from where images leave them.
+        """
+        inputs, rt = super().prepare_inputs(input_batch, req_states), self.runtime
+        if self.rope_state is None:
+            positions = rt.rows.positions[: input_batch.num_tokens_after_padding]
+            return {**inputs, "positions": positions}
+        if rt.step.max_verify_len:
+            place_nodes(
+                rt.rows,
+                Layout.of(input_batch),
+                self.rope_state.prefill_delta.gpu,
+                self.rope_state.positions,
+                rt.num_rows,
+            )
+        return inputs
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The inputs of a captured graph, with the same persistent positions."""
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        if self.rope_state is not None:
+            return inputs
         return {**inputs, "positions": self.runtime.rows.positions[:num_tokens]}
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, TreeRejectionSampler]:
@@ -241,11 +289,67 @@ class DDTreeModelState(DefaultModelState):
                 num_computed_tokens,
             )
         if self.runtime.step.verified:
-            self._target_caches.commit(self.runtime)
+            self._commit()
         if self._checks:
             self._checks.after_commit()
-        super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+        super().postprocess_state(idx_mapping, self._accepted(num_sampled), num_computed_tokens)
+
+    def _state_blocks(self) -> tuple[set[int], int]:
+        """Blocks in which the step works on recurrent states, and how many there are; waits for
+        the device."""
+        return set(), 0
+
+    def _commit(self) -> None:
+        self._target_caches.commit(self.runtime)
+
+    def _accepted(self, num_sampled: torch.Tensor) -> torch.Tensor | int:
+        """Tokens that vLLM's class is to count for each request."""
+        return num_sampled
 
     def take_broken(self) -> Broken:
         """What the checks of the last step found (`VLLM_DDTREE_CHECK=1`)."""
         return self._checks.take_broken() if self._checks else {}
+
+
+class HybridModelState(DDTreeModelState, MambaHybridModelState):
+    """The same over vLLM's model state of targets with recurrent layers beside attention.
+
+    vLLM's class copies states where prefixes are cached, and counts the tokens that its own chains
+    accept. Here states are always those of the last accepted token, as after plain decoding.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: torch.nn.Module,
+        encoder_cache: EncoderCache | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        target = install_recurrent(vllm_config, self.runtime, device)
+        assert target is not None
+        self.recurrent = target
+        self.runtime.state_words = target.words
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        """Take the states that vLLM has allocated, too."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self.recurrent.bind(kv_cache_config, block_tables)
+
+    def _fill_rows(self, batch: InputBatch, layout: Layout) -> None:
+        super()._fill_rows(batch, layout)
+        fitted = self.runtime.fitted
+        self.recurrent.prepare(layout, batch.seq_lens, batch.num_reqs_after_padding, fitted)
+
+    def _state_blocks(self) -> tuple[set[int], int]:
+        blocks = self.recurrent.blocks
+        return blocks.written(self.runtime.step.num_reqs), self.recurrent.num_blocks
+
+    def _commit(self) -> None:
+        super()._commit()
+        self.recurrent.commit()
+
+    def _accepted(self, num_sampled: torch.Tensor) -> int:
+        return 1  # The states are behind the last accepted token, not one of several before it.

@@ -95,17 +95,45 @@ def example_runs() -> list[report.Run]:
 
 def test_sampled_runs_compare_with_sampled_runs() -> None:
     runs = example_runs()
-    runs += [{**run, "engine": f"{run['engine']} sampled", "tokens_s": 50} for run in runs]
+    # As records name them now, and as they did before.
+    runs += [{**run, "traffic": "sampled", "tokens_s": 50} for run in runs[:3]]
+    runs += [{**run, "engine": f"{run['engine']} sampled", "tokens_s": 50} for run in runs[3:6]]
     ratios = report.ratios(runs, "chain-15")
-    assert ratios["tree-31 sampled", 8] == 1.0
-    assert ratios["tree-31", 8] == pytest.approx(130 / 110)
+    assert ratios["tree-31", "sampled", 8] == 1.0
+    assert ratios["tree-31", "", 8] == pytest.approx(130 / 110)
+
+
+def test_best_static_and_regret() -> None:
+    """Each repeat is compared with the same repeat of the engine that is best in the median."""
+    speeds = {"plain": [50, 90, 60], "chain-7": [70, 71, 72], "tree-auto": [77, 70, 66]}
+    runs = [
+        {**report.timed_record(engine, "mixed", 32, 1.0, speed, 1.5, 4, 8, 30), "repeat": repeat}
+        for engine, row in speeds.items()
+        for repeat, speed in enumerate(row)
+    ]
+    assert report.best_static(runs) == {("mixed", 32): "chain-7"}
+    over = report.over_best_static(runs)
+    best, share = over["tree-auto", "mixed", 32]
+    assert best == "chain-7" and share == pytest.approx(70 / 71)
+    assert over["chain-7", "mixed", 32] == ("chain-7", 1.0)
+    header, _, *rows = report.markdown(runs).splitlines()
+    assert "traffic" in header and "/ best static" in header
+    assert any("| 32 | mixed | tree-auto |" in row and "| chain-7 | 0.99 |" in row for row in rows)
+    # Nothing static ran at this load: no regret.
+    assert report.over_best_static(runs[-1:]) == {}
+
+
+def test_a_timed_run_counts_its_own_seconds() -> None:
+    run = report.timed_record("plain", "code", 4, 2.0, 800, 2.5, 0, 0, 250)
+    assert (run["tokens_s"], run["tpot_ms"], run["ms_round"]) == (400, 10.0, 10.0)
+    assert run["acceptance"] == 1.0
 
 
 def test_medians_and_range() -> None:
     chain, tree = report.summarise(example_runs())
     assert (chain["tokens_s"], chain["min"], chain["max"], chain["runs"]) == (110, 100, 300, 3)
     assert tree["tokens_s"] == 130
-    assert report.ratios(example_runs(), "chain-15")["tree-31", 8] == pytest.approx(130 / 110)
+    assert report.ratios(example_runs(), "chain-15")["tree-31", "", 8] == pytest.approx(130 / 110)
     table = report.markdown(example_runs()).splitlines()
     assert len(table) == 4 and "| 8 | tree-31 | 3 | 130 | 121-500 | 1.18 |" in table[3]
     assert "plain" not in table[0]  # did not run
@@ -128,10 +156,12 @@ def test_engine_names() -> None:
     assert speculation("plain", "d", {}) == (None, 1)
     chain = {"method": "dflash", "model": "d", "num_speculative_tokens": 7}
     assert speculation("chain-7", "d", {}) == (chain, 8)
+    adaptive = {**chain, "enable_adaptive_verification": True}
+    assert speculation("chain-7-adaptive", "d", {}) == (adaptive, 8)
     assert speculation("tree-31", "d", {})[1] == 32
     named = {"mine": {"method": "ddtree", "budget": 9}}
     assert speculation("mine", "d", named)[0] == {"method": "ddtree", "model": "d", "budget": 9}
-    for name in ("tree", "chain-x", "plain-1"):
+    for name in ("tree", "chain-x", "plain-1", "tree-7-adaptive", "plain-adaptive"):
         with pytest.raises(ValueError):
             speculation(name, "d", {})
 
@@ -195,7 +225,7 @@ def test_servers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     calls: list[tuple[str, str, tuple[int, ...]]] = []
 
     def drive_server(
-        url: str, model: str, prompts: Any, max_tokens: int, concurrency: int, name: str
+        url: str, model: str, prompts: Any, max_tokens: int, concurrency: int, name: str, *_: Any
     ) -> dict[str, Any]:
         if max_tokens == 5:
             calls.append((url, name, tuple(prompts[0])))
@@ -204,7 +234,7 @@ def test_servers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(server, "drive_server", drive_server)
     prompts = [[[n, repeat] for n in range(4)] for repeat in range(2)]
-    monkeypatch.setattr(serve_load, "read_prompts", lambda args: prompts)
+    monkeypatch.setattr(serve_load, "read_prompts", lambda args, traffic: prompts)
     given = "target --server one two --label a b --concurrency 2 --repeats 2 --max-tokens 5"
     args = serve_load.parse([*given.split(), "--min-requests", "4", "--out", str(tmp_path)])
     out: dict[str, Any] = {"info": {}, "engines": {}, "runs": []}

@@ -19,7 +19,7 @@ from vllm_ddtree.budget.auto import (
     Watch,
     attach,
 )
-from vllm_ddtree.budget.cost import Costs, measurable
+from vllm_ddtree.budget.cost import CHAIN, FAR_RUN, Costs, lowered, measurable
 from vllm_ddtree.budget.tiers import TIERS
 from vllm_ddtree.integration import observe_steps
 from vllm_ddtree.patches import scheduler as patches
@@ -69,7 +69,7 @@ def test_useless_drafts_stop() -> None:
     auto = AutoBudget(costs, max_num_seqs=128)
     assert auto[1] > 0
     nothing = Rounds(64, [1.0] + [0.3] * 63, [1.0] + [0.0] * 63)
-    auto.acceptance.update(nothing.verify(63, 3000))
+    auto.acceptance.update(nothing.verify(63, 3000), 0.0)
     auto.refresh(0.0)
     assert auto[1] == 0 and auto[128] == 0
 
@@ -78,7 +78,7 @@ def test_good_drafts_raise_the_budget() -> None:
     auto = AutoBudget(machine(knee=160), max_num_seqs=128)
     before = auto[16]
     flat = [1.0] + [0.6] * 63  # every further node is worth as much
-    auto.acceptance.update(Rounds(64, flat, flat).verify(7, 3000))
+    auto.acceptance.update(Rounds(64, flat, flat).verify(7, 3000), 0.0)
     auto.refresh(0.0)
     assert auto[16] > before
 
@@ -119,19 +119,58 @@ def test_a_shape_not_run_does_not_keep_its_last_load() -> None:
     auto = AutoBudget(costs, max_num_seqs=32)
 
     def serve(context_ms: float, tokens_31: float, tokens_15: float) -> int:
+        accepted = {31: tokens_31 - 1, 15: tokens_15 - 1}
+        auto.acceptance.expected = lambda n, chain=False: accepted.get(n, 0.0)  # type: ignore
+        budgets = []
         for step in range(3000):
             if step % READ_EVERY == 0:
                 auto.refresh(0.0)
-                auto._tokens = dict.fromkeys(auto._tokens, 1.0)
-                auto._tokens |= {Choice(31, False): tokens_31, Choice(15, False): tokens_15}
-            budget = auto[32]
+            budgets.append(budget := auto[32])
             costs.observe(budget, 32, costs.rounds[budget + 1, 32] + context_ms)
-        return auto[32]
+        return max(set(budgets), key=budgets[-1000:].count)  # with a look at the other now and then
 
     assert serve(20.0, 3.3, 3.0) == 15  # long contexts, modest drafts
     assert serve(20.0, 7.0, 4.0) == 31  # long contexts, good drafts
     assert serve(0.0, 7.0, 4.0) == 31  # short contexts
     assert serve(0.0, 3.3, 3.0) == 15  # modest drafts again: what 15 cost long ago has faded
+
+
+def test_a_disturbed_measurement_is_bounded_by_larger_rounds() -> None:
+    """A busy host makes rounds longer, never shorter."""
+    true = {(rows, n): 5.0 + 0.01 * rows * n for rows in (1, 4, 8, 16) for n in (1, 8, 32)}
+    disturbed = {**true, (8, 1): 22.0, (1, 32): 9.0}
+    found = lowered(disturbed)
+    assert found[8, 1] == true[16, 1] and found[1, 32] == true[4, 32]
+    assert {shape: ms for shape, ms in found.items() if disturbed[shape] == true[shape]} == {
+        shape: ms for shape, ms in true.items() if disturbed[shape] == ms
+    }
+
+
+@pytest.mark.parametrize("measured", [0.57, 2.2, 60.0])
+def test_an_absurd_measurement_gives_way_to_a_few_rounds(measured: float) -> None:
+    costs = Costs({(16, 4): measured})
+    assert costs.hopeful_ms(15, 4) == pytest.approx(0.6 * measured)
+    for _ in range(FAR_RUN):
+        costs.observe(15, 4, 6.0)
+    assert costs.round_ms(15, 4) == pytest.approx(6.0) == costs.hopeful_ms(15, 4)
+    for ms in (60.0, 6.1, 0.2, 6.0, 50.0, 5.9):  # single rounds of no account
+        costs.observe(15, 4, ms)
+    assert costs.round_ms(15, 4) == pytest.approx(6.0, rel=0.03)
+
+
+def test_a_busy_spell_does_not_change_a_well_known_cost_much() -> None:
+    costs = Costs({(16, 4): 6.0})
+    for _ in range(100):
+        costs.observe(15, 4, 6.0)
+    for _ in range(6):
+        costs.observe(15, 4, 9.0)
+    assert costs.round_ms(15, 4) == pytest.approx(6.0, rel=0.05)
+    for _ in range(60):  # the load has changed
+        costs.observe(15, 4, 9.0)
+    assert costs.round_ms(15, 4) == pytest.approx(9.0, rel=0.15)
+    for _ in range(FAR_RUN):
+        costs.observe(15, 4, 18.0)
+    assert costs.round_ms(15, 4) == pytest.approx(18.0, rel=0.01)
 
 
 def test_a_chain_where_it_is_faster() -> None:
@@ -141,15 +180,15 @@ def test_a_chain_where_it_is_faster() -> None:
     # A sure drafter: a wide tree accepts no more than a chain of its best tokens.
     sure = [1.0] * 16 + [0.0] * 48
     rounds = Rounds(64, sure, sure, chain_share=1.0)
-    auto.acceptance.update(rounds.verify(63, 3000))
+    auto.acceptance.update(rounds.verify(63, 3000), 0.0)
     auto.refresh(0.0)
-    assert auto.choice(1) == (15, True) and auto[1] == 15
+    assert auto.choice(1) == Choice(15, True) and auto[1] == 15
     assert auto.ranges()[0] == (1, 8, "chain of 15")
     # A drafter whose best token is right half the time: trees, however cheap the chain.
     unsure = [1.0] + [0.5] * 31 + [0.0] * 32
     rounds = Rounds(64, unsure, unsure, chain_share=0.2)
     auto.acceptance = Acceptance(15)
-    auto.acceptance.update(rounds.verify(63, 3000))
+    auto.acceptance.update(rounds.verify(63, 3000), 0.0)
     auto.refresh(0.0)
     assert not any(auto.choice(n)[1] for n in range(1, 9))
 
@@ -158,33 +197,17 @@ def test_no_chain_deeper_than_the_drafter() -> None:
     costs = machine(knee=160)
     costs.chains = dict.fromkeys(costs.rounds, 0.01)
     auto = AutoBudget(costs, max_num_seqs=8, max_depth=9)
-    assert {auto.choice(n) for n in range(1, 9)} == {(7, True)}
+    assert {auto.choice(n) for n in range(1, 9)} == {Choice(7, True)}
 
 
 def test_chains_are_timed_apart() -> None:
     costs = Costs({(16, 4): 6.0, (8, 4): 5.0}, chains={(16, 4): 5.0})
     for _ in range(200):
-        costs.observe(15, 4, 8.0, chain=True)
-        costs.observe(7, 4, 5.5, chain=True)  # no such graph
-    chain, tree = costs.round_ms(15, 4, chain=True), costs.round_ms(15, 4)
-    assert chain == pytest.approx(8.0, rel=0.02) and costs.round_ms(7, 4, chain=True) is None
+        costs.observe(15, 4, 8.0, CHAIN)
+        costs.observe(7, 4, 5.5, CHAIN)  # no such graph
+    chain, tree = costs.round_ms(15, 4, CHAIN), costs.round_ms(15, 4)
+    assert chain == pytest.approx(8.0, rel=0.02) and costs.round_ms(7, 4, CHAIN) is None
     assert tree == pytest.approx(6.0 * 8.0 / 5.0, rel=0.02)  # the load is the same
-
-
-def test_drafting_is_tried_again() -> None:
-    costs = machine(knee=160)
-    costs.rounds |= {(1, n): 5.0 for n in (1, 2, 4, 8, 16, 32, 64, 128)}
-    auto = AutoBudget(costs, max_num_seqs=128)
-    counts = Rounds(64, [1.0] + [0.3] * 63, [1.0] + [0.0] * 63).verify(63, 3000)
-    auto.acceptance.update(counts)
-    auto.refresh(0.0)
-    assert auto[1] == 0
-    looks = 0
-    while auto[1] == 0 and looks < 400:  # no tree is built: the counts stay
-        auto.acceptance.update(counts)
-        auto.refresh(0.0)
-        looks += 1
-    assert auto[1] > 0 and looks > 20
 
 
 def test_depth_bounds_what_is_expected() -> None:
@@ -251,7 +274,7 @@ def test_watch_times_rounds_and_reads_the_meter() -> None:
     assert executor.asked == 1
     assert auto.acceptance.expected(31) > before
     corrected = auto.costs.round_ms(15, 2)
-    assert corrected is not None and 1.3 * measured < corrected < 2 * measured
+    assert corrected == pytest.approx(2 * measured, rel=0.05)
 
 
 def test_watch_counts_steady_steps_only() -> None:
@@ -271,7 +294,7 @@ def test_watch_counts_steady_steps_only() -> None:
 
 def test_watch_leaves_mixed_steps_and_pauses_out() -> None:
     auto = AutoBudget(machine(knee=160), max_num_seqs=8)
-    watch = Watch(auto, Executor([]))
+    watch = Watch(auto, Executor([[0] * 64] * 6))
     measured = auto.costs.round_ms(15, 2)
     for step, (lengths, drafts) in enumerate(
         [({"a": 16, "b": 100}, 15), ({"a": 16, "b": 16}, 0), ({}, 0), ({"a": 16, "b": 16}, 15)] * 5
@@ -306,9 +329,10 @@ def test_a_measured_round_drafts_as_a_served_one(
     )
     monkeypatch.setattr(cost.integration, "dummy_step", lambda *args: (state, torch.zeros(2, 5)))
     cost._round(runner, 1, 2, chain)
-    assert not asked
     cost._round(runner, 8, 2, chain)
-    (keys,) = asked
+    plain, keys = asked
+    # Where nothing is drafted, the drafter's context still follows the text.
+    assert plain["num_speculative_tokens"] == 0 and plain["num_rejected"].tolist() == [0, 0]
     assert keys["dummy_run"] and keys["num_speculative_tokens"] == 7
     assert keys["num_rejected"].tolist() == [7, 7] and keys["num_sampled"].tolist() == [1, 1]
 
@@ -335,6 +359,7 @@ def test_attach_passes_outputs_on() -> None:
                 max_num_seqs=4, max_num_scheduled_tokens=512, max_num_batched_tokens=512
             ),
             speculative_config=SimpleNamespace(max_depth=15, max_num_new_slots_for_drafting=0),
+            model_config=SimpleNamespace(is_hybrid=False),
         ),
     )
     observer = attach(core, machine(knee=160))

@@ -152,3 +152,34 @@ def test_draft_slots_count() -> None:
 def test_largest_fitting() -> None:
     assert largest_fitting(TIERS, 30) == 15 and largest_fitting(TIERS, 63) == 63
     assert largest_fitting((7,), 3) == 0
+
+
+def test_a_limit_of_tree_rows() -> None:
+    """Half of a step is more than the rows that a target with recurrent layers keeps."""
+    of = scheduler([63] * 4, waiting=1)
+    tokens = StepTokens(8192, 8192, 0, tree_rows=100)
+    assert fit_step(of, tokens, TIERS) == 15
+    assert lengths(of) == [15] * 4
+    assert tokens.largest(4) == 24
+    assert fit_schedule([(1, 8, 63)], tokens, 4) == [(1, 1, 63), (2, 3, 31), (4, 4, 15)]
+
+
+def test_rows_that_recurrent_layers_keep() -> None:
+    def config(seqs: int, batched: int, sizes: list[int], hybrid: bool = True) -> Any:
+        return SimpleNamespace(
+            model_config=SimpleNamespace(is_hybrid=hybrid),
+            speculative_config=SimpleNamespace(max_num_new_slots_for_drafting=7),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=seqs, max_num_batched_tokens=batched, max_num_scheduled_tokens=None
+            ),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
+        )
+
+    def rows(*args: Any) -> int:
+        return StepTokens.of(config(*args)).tree_rows
+
+    assert rows(32, 8192, [1, 2, 512]) == 2048
+    assert rows(32, 8192, [4096]) == 4096  # a captured graph's rows have room
+    assert rows(1500, 8192, []) == 3000  # a root and a node for every request
+    assert rows(32, 512, []) == 512
+    assert rows(32, 512, [], False) > 10**9

@@ -16,9 +16,7 @@ from tests.config.building import build, refusal
     [
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size=2", "set it to 1"]),
         ({"data_parallel_size": 2}, ["--data-parallel-size=2", "set it to 1"]),
-        ({"enable_lora": True}, ["--enable-lora", "leave it out"]),
-        ({"kv_offloading_size": 1.0}, ["--kv-offloading-size=1.0", "leave it out"]),
-        ({"enable_prompt_embeds": True}, ["--enable-prompt-embeds", "leave it out"]),
+        ({"watermark_config": {"key": 7711}}, ["--watermark-config={...}", "leave it out"]),
         (
             {"max_num_batched_tokens": 24, "max_num_seqs": 2, "enable_chunked_prefill": True},
             ["--max-num-batched-tokens=24", "budget=auto", "at least"],
@@ -35,6 +33,25 @@ def test_wrong_engines(more: dict[str, Any], parts: list[str]) -> None:
     message = refusal(lambda: build(**more))
     for part in ("ddtree", *parts) if "max_num_seqs" not in more else parts:
         assert part in message
+    assert "7711" not in message, "a secret"
+
+
+def test_adapters_need_a_step_for_all_trees() -> None:
+    """vLLM's own demand for LoRA with speculation, in the plugin's words."""
+    lora: dict[str, Any] = {"enable_lora": True, "max_num_seqs": 16}
+    assert build(**lora, max_num_batched_tokens=1024).lora_config is not None
+    message = refusal(lambda: build(**lora, max_num_batched_tokens=512))
+    for part in (
+        "--max-num-batched-tokens=512 is too small for --enable-lora",
+        "budget=auto (up to 63) and --max-num-seqs=16",
+        "raise it to 1024",
+        "lower --max-num-seqs to 8",
+        "set budget to 31 or less",
+    ):
+        assert part in message
+    build({"budget": 31}, **lora, max_num_batched_tokens=512)
+    message = refusal(lambda: build({"budget": 32}, **lora, max_num_batched_tokens=512))
+    assert "budget=32 " in message and "raise it to 528" in message
 
 
 def test_float16_and_an_fp8_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,3 +55,14 @@ def test_switched_off_the_test_bed_plugin_does_nothing(monkeypatch: pytest.Monke
     (point,) = entry_points(group="vllm.general_plugins", name="ddtree_testbed")
     code = f"from {point.module} import {point.attr}; {point.attr}()"
     assert run_python(f"{code}\n{STATE}").startswith("False")
+
+
+def test_models_with_a_vision_tower_import_without_torchvision() -> None:
+    code = """
+import ddtree_testbed
+ddtree_testbed.prepare()
+from transformers.utils import is_torchvision_available
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+print(Qwen3_5ForCausalLM.__name__, is_torchvision_available())
+"""
+    assert run_python(code) == "Qwen3_5ForCausalLM False"

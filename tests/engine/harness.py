@@ -148,6 +148,8 @@ class Draft:
     """Of the longest tree that the step verified."""
     positions: int
     """Its reach."""
+    masks: int | None = None
+    """Masks of a narrow draft."""
 
 
 def watch_reaches(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
@@ -161,7 +163,7 @@ def watch_reaches(monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
         reach = choose(self, num_nodes, dummy_run)
         if num_nodes is not None and not dummy_run:
             verified = max(0, self.runtime.step.max_verify_len - 1)
-            drafts.append(Draft(num_nodes, verified, reach.positions))
+            drafts.append(Draft(num_nodes, verified, reach.positions, reach.masks))
         return reach
 
     monkeypatch.setattr(DDTreeSpeculator, "_choose_reach", chosen)

@@ -181,3 +181,60 @@ def qwen3_moe(folder: Path, **sizes: Any) -> Pair:
         "eos_token_id": 0,
     }
     return random_pair(folder, Qwen3MoeConfig(vocab_size=VOCABULARY, **{**keys, **sizes}))
+
+
+HYBRID: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+"""Gated-delta-net layers, two KV groups of them, beside attention."""
+
+
+def qwen3_5(folder: Path, tokenizer: Path | None = None, **sizes: Any) -> Pair:
+    """vLLM's own Qwen3.5 for text, with `HYBRID` sizes.
+
+    Args:
+        folder: where the pair is written.
+        tokenizer: a target whose tokenizer it has, and as many tokens; None: no tokenizer.
+        sizes: other than those of `HYBRID`.
+
+    """
+    from transformers.models.qwen3_5 import Qwen3_5TextConfig
+
+    vocabulary = VOCABULARY
+    if tokenizer is not None:
+        vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    pair = random_pair(folder, Qwen3_5TextConfig(vocab_size=vocabulary, **{**HYBRID, **sizes}))
+    if tokenizer is not None:
+        for file in tokenizer.glob("*token*"):
+            shutil.copy(file, pair.target)
+    return pair
+
+
+def qwen3_next(folder: Path, **sizes: Any) -> Pair:
+    """vLLM's own Qwen3-Next with `HYBRID` sizes; experts in its last layer alone."""
+    from transformers import Qwen3NextConfig
+
+    experts: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0, 1, 2, 3],
+    }
+    keys = {**HYBRID, **experts, **sizes}
+    return random_pair(folder, Qwen3NextConfig(vocab_size=VOCABULARY, **keys))

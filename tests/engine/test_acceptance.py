@@ -30,7 +30,7 @@ from tests.engine.known import model_runner
 from tests.oracle import Drafter, Round, Target, Trace
 from vllm_ddtree.budget import auto, cost
 from vllm_ddtree.budget.tiers import TIERS
-from vllm_ddtree.proposer import speculator
+from vllm_ddtree.proposer import reach, speculator
 from vllm_ddtree.round.meter import ONE
 
 # KV blocks end inside drafts and trees; the third request ends at the length limit, in mid-tree.
@@ -160,6 +160,76 @@ def test_a_tree_accepts_more_than_the_chain(pair: Pair) -> None:
     assert lengths[0] > 1.1 * lengths[1] > 0
 
 
+def test_rounds_of_narrow_drafts(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other draft has few masks. Each round accepts what the oracle accepts of such drafts,
+    and the meter counts it apart."""
+    masks = 3
+    monkeypatch.setattr(reach, "NARROW", masks)
+    monkeypatch.setattr(speculator, "LONGEST_EVERY", 10**6)
+    shapes = {(budget + 1, 2): 10.0 for budget in TIERS}
+    narrow = {shape: 9.0 for shape in shapes if 1 < shape[0] <= masks + 1}
+    monkeypatch.setattr(cost, "measure", lambda worker: cost.Costs(shapes, {}, narrow))
+    order = itertools.cycle([(3, True), (3, False), (1, True), (7, True), (3, True), (0, False)])
+    turn = [next(order)]
+    monkeypatch.setattr(
+        auto.AutoBudget, "wanted", lambda *_: auto.Choice(turn[0][0], False, turn[0][1])
+    )
+    monkeypatch.setattr(auto.Tries, "step", lambda _: turn.__setitem__(0, next(order)))
+    spec = {"method": "ddtree", "model": str(nano_pair.drafter), "budget": "auto"}
+    requests = list(zip(traces(nano_pair), REQUESTS, strict=True))[:3:2]
+    drafts = watch_reaches(monkeypatch)
+    with open_engine(
+        nano_pair.target,
+        spec,
+        max_model_len=MAX_MODEL_LEN,
+        per_request_spec_decode_metrics="detailed",
+        **ENGINE,
+    ) as llm:
+        meter = model_runner(llm).model_state.runtime.meter
+        before = meter.totals.clone()
+        result = generate(
+            llm, [r[0] for _, r in requests], [greedy(r[1], **r[2]) for _, r in requests]
+        )
+        counted = (meter.totals - before)[6:].tolist()
+    assert {draft.masks for draft in drafts} == {None, masks}
+    for draft in drafts:
+        # Seven nodes, and paths of seven, need more positions than few masks have.
+        assert draft.masks is None or max(draft.nodes, draft.verified) <= masks
+    narrow_rounds = narrow_accepted = 0
+    for (trace, _), output in zip(requests, result.outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        known = trace.tokens[trace.num_prompt_tokens :]
+        assert tokens == known[: len(tokens)]
+        position = trace.num_prompt_tokens
+        end = position + len(tokens)
+        rounds: list[Round] = []
+        for draft in drafts:
+            if position + 1 == end:
+                break
+            if draft.nodes == 0:
+                position += 1
+                continue
+            found = trace.round(
+                position,
+                end,
+                budget=draft.nodes,
+                top_k=16,
+                num_masks=draft.masks,
+                max_model_len=MAX_MODEL_LEN,
+            )
+            position += found.emitted
+            if found.num_nodes:
+                rounds.append(found)
+                narrow_rounds += draft.masks is not None
+                narrow_accepted += found.accepted if draft.masks is not None else 0
+        metrics = output.outputs[0].spec_decode_metrics
+        assert metrics.per_step_accepted == [r.accepted for r in rounds]
+        assert metrics.per_step_drafted == [r.num_nodes for r in rounds]
+    assert narrow_rounds > 5
+    # The meter also has a round that ends a request, cut to the tokens that were left.
+    assert counted[0][0] // ONE >= narrow_rounds and sum(counted[1][1:]) >= narrow_accepted
+
+
 def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that changes at every step: each draft has the positions it needs, and each round
     accepts what the oracle accepts of such drafts. The meter counts the trees of the longest."""
@@ -189,7 +259,7 @@ def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyP
     turn = 0
     for draft in drafts:
         turn += draft.nodes > 0
-        longest = draft.nodes > 0 and turn % every == 1
+        longest = draft.nodes > 0 and (turn % every == 1 or draft.verified == 0)
         short = max(draft.nodes, draft.verified) <= 3 and not longest
         assert draft.positions == (3 if short else 7), draft
     expected_trees = 0

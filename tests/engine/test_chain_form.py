@@ -62,7 +62,9 @@ def test_forms_alternate(
     nano_pair: Pair, steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = itertools.cycle([True, False, False, True, True, False])
-    monkeypatch.setattr(auto.AutoBudget, "choice", lambda self, n: (CHAIN, next(order)))
+    turn = [next(order)]
+    monkeypatch.setattr(auto.AutoBudget, "choice", lambda *_: auto.Choice(CHAIN, turn[0]))
+    monkeypatch.setattr(auto.Tries, "step", lambda _: turn.__setitem__(0, next(order)))
     got = run_engine(nano_pair.target, auto_budget(nano_pair), PROMPTS[:4], MIXED)
     assert got.token_ids == run_engine(nano_pair.target, None, PROMPTS[:4], MIXED).token_ids
     assert set(steps) == {"chain", "tree"}

@@ -111,9 +111,9 @@ def test_auto_on_a_live_engine(
 
     update = auto.Acceptance.update
 
-    def looked(self: auto.Acceptance, counts: Reading) -> None:
+    def looked(self: auto.Acceptance, counts: Reading, now: float) -> None:
         updates.append(counts)
-        update(self, counts)
+        update(self, counts, now)
 
     drafts = watch_reaches(monkeypatch)
     monkeypatch.setattr(cost, "measure", measured)

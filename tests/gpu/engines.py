@@ -104,7 +104,7 @@ class Served:
     replays: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Verify steps that were graphs, by (requests in the graph, requests running)."""
     drafts: Counter[int] = field(default_factory=Counter)
-    """Drafts that were graphs, by positions looked at."""
+    """Drafts that were graphs, by positions looked at; 0: the drafter's context alone."""
     compiled: list[str] = field(default_factory=list)
     """Our kernels that were compiled while serving."""
     used: float = 0.0
@@ -170,7 +170,7 @@ def count_drafts(llm: LLM) -> Counter[int]:
 
         manager.run_fullgraph = count
 
-    for reach in drafter.reaches:
+    for reach in drafter._with_graphs():
         watch(getattr(drafter, reach.manager), reach.positions)
     return counts
 

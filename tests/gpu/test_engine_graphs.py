@@ -36,6 +36,8 @@ MODES: dict[str, tuple[int | str | list[list[int]], dict[str, Any], bool]] = {
     ),
     # As many reaches of the draft as there can be.
     "schedule": ([[1, 2, 15], [3, 4, 7], [5, 6, 3]], GRAPHS, True),
+    # Now and then nothing is drafted, and the drafter's context follows the text all the same.
+    "pauses": ([[1, 2, 15], [3, 4, 0], [5, 6, 15]], GRAPHS, True),
     "eager": (31, {"enforce_eager": True}, False),
     "auto": (
         "auto",
@@ -89,6 +91,15 @@ def test_batches_between_captured_sizes(runs: Runs) -> None:
 def test_drafts_of_each_reach_are_graphs(runs: Runs) -> None:
     assert set(run_of(runs, "schedule").drafts) == {15, 7, 3}
     assert set(run_of(runs, "default").drafts) == {15}
+
+
+def test_drafts_go_on_where_they_paused(runs: Runs) -> None:
+    """A context with holes would leave the texts right, and few drafts accepted."""
+    pauses, default = run_of(runs, "pauses"), run_of(runs, "default")
+    assert pauses.drafts[0] > 20 and pauses.drafts[15] > 20
+    lengths = [run.result.counters.acceptance_length for run in (pauses, default)]
+    print("acceptance with pauses and without:", lengths)
+    assert lengths[0] > 0.9 * lengths[1]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])

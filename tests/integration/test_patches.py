@@ -65,15 +65,22 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "init_model_state": ((CONFIG, "model", "cache", "device"), {}),
     "GPUModelRunner.execute_model": ((ENGINE, "step"), {"dummy_run": True}),
     "GPUModelRunner.sample_tokens": ((ENGINE, "grammar"), {}),
+    "LoRAModelRunnerMixin._set_active_loras": ((ENGINE, (0, 1), (0, 1, 1)), {"mapping_type": 1}),
+    "AuxOutputWorkerConnector.prepare_output": ((SCHEDULER, "batch"), {}),
     "GPUModelRunner.capture_model": ((ENGINE,), {"profile_only": True}),
     "CudaGraphManager._init_candidates": ((ENGINE,), {}),
     "build_dynamic_sd_schedule_lookup": (([(1, 2, 3)],), {"vllm_max_batch_size": 2}),
     "ModelCudaGraphManager.capture": ((ENGINE, "model", "state", 1), {"has_lora": False}),
+    "MambaBase.get_kv_cache_spec": ((ENGINE, CONFIG), {}),
+    "Platform._align_hybrid_block_size": ((ENGINE, CONFIG, "backend"), {}),
     "Worker.sleep": ((ENGINE, 2), {}),
     "Worker.wake_up": ((ENGINE, ["weights"]), {}),
     "AsyncOutput.get_output": ((SimpleNamespace(sampler_output=SimpleNamespace()),), {}),
 }
-RETURN_NOTHING = ("__init__", "_init_candidates", "capture", "record", "sleep", "wake_up")
+RETURN_NOTHING = (
+    *("__init__", "_align_hybrid_block_size", "_init_candidates", "_set_active_loras"),
+    *("capture", "record", "sleep", "wake_up"),
+)
 
 
 def wrapper(patch: Patch) -> Callable[[Any], Any]:

@@ -20,7 +20,7 @@ from vllm_ddtree.metrics.scheduler import RoundCounter, attach, take_counts
 from vllm_ddtree.patches import scheduler as patches
 from vllm_ddtree.round.emitted import StepFacts, with_facts
 from vllm_ddtree.round.kinds import LABELS, RoundKind, step_kinds
-from vllm_ddtree.round.marks import note_cut
+from vllm_ddtree.round.marks import note_choice, note_cut
 
 BUDGET, DEPTH, TOP_K = 12, 4, 6
 
@@ -89,7 +89,7 @@ def test_counts_against_a_plain_reference() -> None:
     """Random steps: trees, chains, one node, none; requests that are gone or still prefill."""
     rng = np.random.default_rng(1)
     scheduler = attached()
-    total, budget = RoundCounts.none(TOP_K), BUDGET
+    total, budget, plain = RoundCounts.none(TOP_K), BUDGET, False
     for _ in range(60):
         expected, drafts, accepted_nodes = RoundCounts.none(TOP_K), 0, 0
         num_reqs = int(rng.integers(1, 7))
@@ -101,6 +101,9 @@ def test_counts_against_a_plain_reference() -> None:
             num_spec_tokens_to_schedule=int(rng.choice([0, 1, 5, BUDGET])),
             num_invalid_spec_tokens={"r0": 3},  # what the scheduler knows is known better
         )
+        tried, plain_next = rng.random() < 0.3, rng.random() < 0.3
+        note_choice(scheduled, tried, plain_next)
+        expected.tries = int(tried)
         chain = rng.integers(0, 2, num_reqs)
         other = RoundKind(rng.choice([RoundKind.TREE, RoundKind.MIXED, RoundKind.CHOSEN]))
         kinds = step_kinds(chain[order], False, other)
@@ -120,7 +123,8 @@ def test_counts_against_a_plain_reference() -> None:
                 scheduled.num_scheduled_tokens[request] = 1
                 sampled[row] = [7]
                 if not gone and not first:
-                    expected.rounds[RoundKind.NO_DRAFTS if budget else RoundKind.BUDGET_0] += 1
+                    without = RoundKind.NO_DRAFTS if budget else RoundKind.BUDGET_0
+                    expected.rounds[RoundKind.PLAIN_FASTER if plain else without] += 1
                 continue
             rows = max(1, int(rng.integers(nodes, BUDGET)))
             scheduled.num_scheduled_tokens[request] = 1 + rows
@@ -141,6 +145,7 @@ def test_counts_against_a_plain_reference() -> None:
             [names[i] for i in order], {names[i]: row for row, i in enumerate(order)}, sampled
         )
         output.ddtree_facts = StepFacts(kinds, walked)
+        plain = plain_next
         expected.budget = budget = scheduled.num_spec_tokens_to_schedule
         sent = scheduler.update_from_output(scheduled, pickle.loads(pickle.dumps(output)))
         assert sent is not None
@@ -156,7 +161,7 @@ def test_counts_against_a_plain_reference() -> None:
         total.add(expected)
     seen = {kind for kind, n in zip(RoundKind, total.rounds, strict=True) if n > 0}
     assert seen == set(RoundKind) - {RoundKind.PROCESSORS}
-    assert total.nodes > 0 and min(total.ranks) > 0
+    assert total.nodes > 0 and min(total.ranks) > 0 and total.tries > 5
 
 
 @pytest.mark.parametrize(("cut", "shown"), [(None, 12), (3, 3), (0, 0)])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree.budget.tiers import SCHEDULE, TIERS
-from vllm_ddtree.graphs.draft import DraftGraphManager
+from vllm_ddtree.graphs.draft import ContextGraphManager, DraftGraphManager
+from vllm_ddtree.graphs.sizes import context_sizes
 from vllm_ddtree.proposer import speculator
-from vllm_ddtree.proposer.reach import draft_reaches, make_reaches
+from vllm_ddtree.proposer.reach import context_alone, draft_reaches, make_narrow, make_reaches
 from vllm_ddtree.proposer.speculator import DDTreeSpeculator
 
 NUM_REQS, TOP_K = 40, 4
@@ -61,9 +63,14 @@ def made(auto: bool, positions: list[int], depth: int = 15) -> Any:
     """A speculator with what its reaches need."""
     made = object.__new__(DDTreeSpeculator)
     made.reaches = make_reaches(positions, NUM_REQS, TOP_K, DEVICE)
+    made.context_alone = context_alone(NUM_REQS, DEVICE) if auto else None
     step = SimpleNamespace(max_verify_len=0)
-    made.runtime = SimpleNamespace(max_depth=depth, step=step)  # type: ignore[assignment]
-    made.speculative_config = SimpleNamespace(auto_budget=auto)
+    made.runtime = SimpleNamespace(  # type: ignore[assignment]
+        max_depth=depth, step=step, narrow_asked=False
+    )
+    made.speculative_config = SimpleNamespace(auto_budget=auto, block_size=16)
+    made.narrow = make_narrow(made.reaches, 16) if auto else None
+    made.sample_from_anchor = False
     made._drafts = 0
     return made
 
@@ -93,8 +100,18 @@ def test_a_round_takes_the_shortest_that_holds_both(
         assert drafts._choose_reach(drafted, False).positions == positions
 
 
+def test_the_first_draft_after_plain_decoding_is_of_the_longest() -> None:
+    """Trees of every size are estimated from it."""
+    drafts = made(True, [15, 7, 3])
+    for _ in range(3):
+        assert drafts._choose_reach(1, dummy_run=False).positions == 15
+    drafts.runtime.step.max_verify_len = 2
+    assert drafts._choose_reach(1, dummy_run=False).positions == 3
+
+
 def test_auto_has_a_turn_of_the_longest() -> None:
     drafts, every = made(True, [15, 7, 3]), speculator.LONGEST_EVERY
+    drafts.runtime.step.max_verify_len = 4
     chosen = []
     for _ in range(2 * every):
         # Neither is a draft.
@@ -102,6 +119,30 @@ def test_auto_has_a_turn_of_the_longest() -> None:
         assert drafts._choose_reach(0, dummy_run=False).positions == 3
         chosen.append(drafts._choose_reach(3, dummy_run=False).positions)
     assert chosen == 2 * [15, *(every - 1) * [3]]
+
+
+def test_a_narrow_draft_where_it_is_asked_for_and_holds_both() -> None:
+    drafts = made(True, [15, 7, 3])
+    assert drafts.narrow.masks == 7 and drafts.narrow.manager != drafts.reaches[1].manager
+    drafts.runtime.narrow_asked, drafts._drafts = True, 1
+    for verified, drafted, narrow in ((3, 3, True), (7, 7, True), (7, 1, True), (15, 3, False)):
+        drafts.runtime.step.max_verify_len = verified + 1
+        assert (drafts._choose_reach(drafted, False) is drafts.narrow) == narrow
+    drafts.runtime.step.max_verify_len = 4
+    assert drafts._choose_reach(11, False).positions == 15
+    assert drafts._choose_reach(3, dummy_run=True) is drafts.narrow  # it is measured
+    drafts.runtime.narrow_asked = False
+    assert drafts._choose_reach(3, False).masks is None
+    for reach in drafts._with_graphs():
+        setattr(drafts, reach.manager, None)
+    with drafts._drafting(drafts.narrow):
+        assert (drafts.num_query_per_req, drafts.num_speculative_steps) == (8, 7)
+    assert (drafts.num_query_per_req, drafts.num_speculative_steps) == (16, 15)
+
+
+def test_where_there_are_no_narrow_drafts() -> None:
+    assert make_narrow(make_reaches([7, 3], NUM_REQS, TOP_K, DEVICE), 8) is None
+    assert make_narrow(make_reaches([15, 3], NUM_REQS, TOP_K, DEVICE), 16) is None
 
 
 class Graphs:
@@ -117,15 +158,18 @@ class Graphs:
             (
                 drafts.reach.positions,
                 drafts._num_graph_context_tokens(2),
+                drafts.num_query_per_req,
             )
         )
 
 
-def test_graphs_of_each_reach_are_captured() -> None:
-    drafts = made(False, [15, 7, 3])
+@pytest.mark.parametrize("auto", [False, True])
+def test_graphs_of_each_reach_are_captured(auto: bool) -> None:
+    drafts = made(auto, [15, 7, 3])
     seen: list[tuple[int, ...]] = []
-    for reach in drafts.reaches:
+    for reach in drafts._with_graphs():
         setattr(drafts, reach.manager, Graphs(drafts, seen))
+    drafts.num_query_per_req = 16
     buffers = torch.zeros(4, dtype=torch.int64)
     drafts.sample_indices = drafts.sample_pos = drafts.sample_idx_mapping = buffers
     drafts._context_slot_mappings = buffers
@@ -136,7 +180,9 @@ def test_graphs_of_each_reach_are_captured() -> None:
     drafts._group_causal = False
     drafts.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     drafts.capture()
-    assert seen == [(15, 32), (7, 16), (3, 8)]
+    # The context alone has a row a request.
+    usual = [(15, 32, 16), (7, 16, 16), (3, 8, 16)]
+    assert seen == [*usual, (7, 16, 8), (0, 2, 16)][: 5 if auto else 3]
     # Between drafts vLLM sees the longest.
     assert drafts.reach is drafts.reaches[0]
     assert drafts.query_cudagraph_manager is drafts.query_cudagraph_manager_15
@@ -164,7 +210,7 @@ def test_each_reach_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     spec.depth_limit, spec.block_size, spec.budget = 15, 16, 31
     spec.uses_dynamic_speculative_decoding = lambda: False
     rt = drafts.runtime
-    rt.top_k, rt.num_rows, rt.attention_words = TOP_K, 32, ""
+    rt.top_k, rt.num_rows, rt.attention_words, rt.state_words = TOP_K, 32, "", ""
     drafts._schedule = [(1, 4, 31), (5, 40, 3)]
     drafts.draft_model_config = SimpleNamespace(model="drafter")
     drafts.vllm_config = SimpleNamespace(
@@ -189,3 +235,61 @@ def test_each_reach_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             desc = manager.dispatch(num_reqs, num_reqs * queries, queries, 0)
             assert desc.cg_mode == CUDAGraphMode.FULL
             assert (desc.num_reqs, desc.num_tokens) == (graph, graph * queries)
+
+
+def test_the_context_alone_has_few_graphs_for_all_requests() -> None:
+    for limit, tokens in ((40, 8192), (300, 8192), (1000, 8192), (7, 64)):
+        sizes = context_sizes(16, limit, tokens)
+        most = min(limit, tokens // 16)
+        assert sizes[-1] == 16 * most and len(sizes) < 22
+        for num_reqs in range(1, most + 1):
+            assert min(size for size in sizes if size >= 16 * num_reqs) < 2 * 16 * num_reqs
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tokens", "captured", "ranks", "graph"),
+    [
+        (0, 3, [2, 4], 1, True),
+        (0, 5, [2, 4], 1, False),  # more than there is a graph for
+        (0, 3, [], 1, False),
+        (0, 3, [2, 4], 2, False),  # ranks of data parallelism would have to agree
+        (1, 3, [2, 4], 1, False),
+        (0, 9, [2, 4], 1, False),  # a request has more than one row
+    ],
+)
+def test_a_step_that_drafts_nothing_replays_the_context_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    tokens: int,
+    captured: list[int],
+    ranks: int,
+    graph: bool,
+) -> None:
+    seen: list[tuple[int, Any]] = []
+    desc = namedtuple("desc", "num_tokens")
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append((self.reach.positions, kwargs["num_speculative_tokens"]))
+        # What vLLM captures of it, or runs: nothing is drafted.
+        if self.reach.positions == 0:
+            assert self._build_uniform_attn_metadata(num_reqs=3) == {}
+            self._generate_draft(3, 48, None, None, None)
+
+    monkeypatch.setattr(DFlashSpeculator, "propose", propose)
+    drafts = made(True, [15, 7, 3])
+    drafts.dp_size, drafts.num_query_per_req = ranks, 16
+    drafts._aux_staging = torch.zeros(1)
+    drafts.tree_tokens = torch.zeros(NUM_REQS, 63)
+    for reach in drafts._with_graphs():
+        manager = object.__new__(ContextGraphManager)
+        manager.decode_query_len = 16
+        manager.graphs = {desc(16 * n): None for n in captured}
+        setattr(drafts, reach.manager, manager)
+    published: list[None] = []
+    drafts.runtime.meter = SimpleNamespace(publish=lambda: published.append(None))
+    drafts.runtime.step.verified = False
+    batch = SimpleNamespace(num_reqs=min(tokens, 5), num_tokens=tokens)
+    none = torch.zeros(0)
+    drafts.propose(batch, {}, {}, none, [none], none, none, num_speculative_tokens=nodes)
+    assert seen == [(0, None) if graph else (3 if nodes == 0 else 15, nodes)]
+    assert published

@@ -12,6 +12,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_ddtree.attention.layer import variant_of
 from vllm_ddtree.attention.metadata.builders import named_after
@@ -52,7 +53,9 @@ def _layers(vllm_config: VllmConfig, draft: bool) -> dict[str, AttentionLayerBas
     return {
         name: layer
         for name, layer in layers.items()
-        if isinstance(layer, AttentionLayerBase) and layer.is_draft_layer == draft
+        if isinstance(layer, AttentionLayerBase)
+        and not isinstance(layer, MambaBase)
+        and layer.is_draft_layer == draft
     }
 
 

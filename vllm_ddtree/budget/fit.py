@@ -13,6 +13,7 @@ that is cut is the best tree of that size.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from vllm.logger import init_logger
 
 from vllm_ddtree import integration
 from vllm_ddtree.budget.tiers import TIERS
+from vllm_ddtree.recurrent.capacity import max_tree_rows
 from vllm_ddtree.round.marks import note_cut
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class StepTokens:
     """Tokens that the runner's buffers hold."""
     draft_slots: int
     """Tokens of the buffers that the scheduler keeps free for each request's draft."""
+    tree_rows: int = sys.maxsize
+    """Most rows of all trees together, where the target keeps something of each."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> StepTokens:
@@ -54,6 +58,7 @@ class StepTokens:
             scheduler.max_num_scheduled_tokens or batched,
             batched,
             vllm_config.speculative_config.max_num_new_slots_for_drafting,
+            max_tree_rows(vllm_config) if vllm_config.model_config.is_hybrid else sys.maxsize,
         )
 
     def for_rows(self, num_reqs: int) -> int:
@@ -62,7 +67,7 @@ class StepTokens:
 
     def largest(self, num_reqs: int) -> int:
         """The most nodes that each of `num_reqs` requests can verify in one step."""
-        return max(0, self.for_rows(num_reqs) // num_reqs - 1)
+        return max(0, min(self.for_rows(num_reqs), self.tree_rows) // num_reqs - 1)
 
 
 def largest_fitting(budgets: Iterable[int], most: int) -> int:
@@ -164,6 +169,7 @@ def fit_step(scheduler: Scheduler, tokens: StepTokens, budgets: Iterable[int]) -
         # Of the other half a prefill takes what it needs; plain decodes need one row each.
         left = rows - _tokens_ahead(scheduler)
         rows = max(min(rows // 2, left), len(drafting))
+    rows = min(rows, tokens.tree_rows)
     longest = max(len(request.spec_token_ids) for request in drafting)
     if sum(1 + len(request.spec_token_ids) for request in drafting) <= rows:
         return None
@@ -194,7 +200,7 @@ def attach(engine_core: EngineCore) -> None:
             logger.info(
                 "ddtree: a step of %d tokens does not hold the trees of all %d running requests; "
                 "they are cut to %d nodes (said once; a larger --max-num-batched-tokens avoids it)",
-                tokens.scheduled,
+                min(tokens.scheduled, tokens.tree_rows),
                 len(scheduler.running),
                 nodes,
             )

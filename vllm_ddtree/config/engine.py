@@ -32,10 +32,44 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 
-def check_engine_args(engine_args: EngineArgs) -> None:
-    """Raise ValueError for what vLLM itself would refuse with advice that misleads here."""
-    if engine_args.enable_lora:
-        raise bad_flag("--enable-lora", True, "leave it out")
+def check_watermark(engine_args: EngineArgs) -> None:
+    """Raise ValueError for watermarks, which vLLM refuses with advice that does not help here."""
+    if engine_args.watermark_config is not None:
+        raise bad_flag(
+            "--watermark-config",
+            "{...}",  # it holds a secret
+            "leave it out; vLLM watermarks only drafts of one token after another, and none of "
+            "method dflash either",
+        )
+
+
+def check_adapters(engine_args: EngineArgs, spec: SpeculativeConfig) -> None:
+    """Raise ValueError where vLLM refuses LoRA for want of tokens in a step.
+
+    vLLM demands a step that holds the verify rows of all running requests
+    (`EngineArgs.create_engine_config`), and its words name keys that do not exist here.
+
+    Args:
+        engine_args: as far as vLLM has completed them when it refused.
+        spec: made from them.
+
+    """
+    tokens, limit = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    if not (engine_args.enable_lora and isinstance(spec, DDTreeConfig) and tokens and limit):
+        return
+    needed = limit * (spec.budget + 1)
+    if tokens >= needed:
+        return
+    budget = f"auto (up to {spec.budget})" if spec.auto_budget else spec.budget
+    ways = [f"raise it to {needed}"]
+    if tokens > spec.budget:
+        ways.append(f"lower --max-num-seqs to {tokens // (spec.budget + 1)}")
+    if tokens >= 2 * limit:
+        ways.append(f"set budget to {tokens // limit - 1} or less")
+    raise ValueError(
+        f"--max-num-batched-tokens={tokens} is too small for --enable-lora with method ddtree, "
+        f"budget={budget} and --max-num-seqs={limit}: {', or '.join(ways)}"
+    )
 
 
 def finish_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:
@@ -92,8 +126,8 @@ def _check_runner(vllm_config: VllmConfig) -> None:
 
 def _check_settings(vllm_config: VllmConfig) -> None:
     """Refuse parallelism and features that trees do not support."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    cache, compilation = vllm_config.cache_config, vllm_config.compilation_config
+    parallel = vllm_config.parallel_config
+    compilation = vllm_config.compilation_config
     for flag, value, one in (
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size, 1),
         ("--data-parallel-size", parallel.data_parallel_size, 1),
@@ -105,18 +139,6 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     for flag, value in (
         ("--enable-dbo", parallel.enable_dbo),
         ("--enable-batch-sharded-sampling", parallel.enable_batch_sharded_sampling),
-        # vLLM makes a KV transfer of an offload.
-        ("--kv-offloading-size", cache.kv_offloading_size),
-        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
-        ("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill),
-        (
-            "--enable-return-routed-experts or --aux-output-config",
-            vllm_config.aux_output_config.enabled,
-        ),
-        ("--enable-trace-replay", model.enable_trace_replay),
-        ("--return-sampling-mask", model.return_sampling_mask),
-        ("--watermark-config", vllm_config.watermark_config is not None),
-        ("--enable-prompt-embeds", model.enable_prompt_embeds),
         (
             "--compilation-config pass_config.fuse_attn_quant",
             compilation.pass_config.fuse_attn_quant,
@@ -124,6 +146,10 @@ def _check_settings(vllm_config: VllmConfig) -> None:
     ):
         if value:
             raise bad_flag(flag, value, "leave it out")
+    if vllm_config.model_config.is_hybrid and vllm_config.kv_transfer_config is not None:
+        # States behind a path are written after the step's keys and values have been handed over.
+        what = "for a target with recurrent layers"
+        raise bad_flag(f"--kv-transfer-config or --kv-offloading-size {what}", True, "leave it out")
 
 
 def _check_cache_dtype(vllm_config: VllmConfig) -> None:

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_ddtree.attention.install import target_layers
 from vllm_ddtree.attention.registry import BACKENDS, FP8_CACHES, backend, one_of, supported
 from vllm_ddtree.config.attention import named_backend_hint
-from vllm_ddtree.config.errors import bad_layer, bad_target
+from vllm_ddtree.config.errors import bad_flag, bad_layer, bad_target
+from vllm_ddtree.recurrent.install import recurrent_layers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,11 +48,14 @@ def check_loaded_target(vllm_config: VllmConfig, model: nn.Module) -> None:
     that trees do not support.
     """
     base = resolve_model_state_cls(vllm_config, model)
-    if base is not DefaultModelState:
+    wanted = MambaHybridModelState if vllm_config.model_config.is_hybrid else DefaultModelState
+    if base is not wanted:
         raise bad_target(
             vllm_config.model_config.model,
-            f"it needs {base.__name__} (recurrent, cross-attention or encoder layers)",
+            f"it needs {base.__name__} (cross-attention or encoder layers)",
         )
+    for name, layer in recurrent_layers(vllm_config).items():
+        check_recurrent_layer(name, layer)
     for name, layer in target_layers(vllm_config).items():
         check_layer(name, layer)
 
@@ -89,6 +95,29 @@ def check_layer(name: str, layer: Any) -> None:
     if getattr(impl, "fa4_hd256", False):
         fix = "set --attention-backend to TRITON_ATTN"
         raise bad_layer(name, "FlashAttention 4 with heads of 256", fix)
+
+
+def check_recurrent_layer(name: str, layer: Any) -> None:
+    """Raise ValueError for a recurrent layer of the target whose states cannot follow a tree.
+
+    Args:
+        name: the layer's.
+        layer: a recurrent layer of vLLM, its weights loaded.
+
+    """
+    # Subclasses compute something else behind `_forward_core`.
+    if type(layer) is not QwenGatedDeltaNetAttention:
+        kind = type(layer).__name__
+        raise bad_layer(name, f"{kind} is no gated delta net as in Qwen3-Next and Qwen3.5")
+    conv_dtype, state_dtype = layer.get_state_dtype()
+    if conv_dtype != layer.model_config.dtype:
+        raise bad_flag(
+            "--mamba-cache-dtype", str(conv_dtype).removeprefix("torch."), "leave it out"
+        )
+    if not state_dtype.is_floating_point or state_dtype.itemsize < 2:
+        raise bad_layer(name, f"states of {state_dtype}")
+    if max(layer.head_k_dim, layer.head_v_dim) > 256:
+        raise bad_layer(name, f"heads of {layer.head_k_dim} and {layer.head_v_dim}")
 
 
 def _check_latent_layer(name: str, layer: Any) -> None:

@@ -134,7 +134,7 @@ def _bad_windows(config: PretrainedConfig) -> Iterator[str]:
     window = nested.get(key, getattr(config, key, None))
     if windowed and window is None:
         yield "it has sliding-window layers, but config.json has no sliding_window"
-    elif windowed and (not is_whole(window) or window < 1):
+    elif windowed and not (is_whole(window) and window >= 1):
         yield f"its {key} {window!r} is no whole number of at least 1"
     if nested.get("sample_from_anchor", False):
         yield "give a plain DFlash drafter (its sample_from_anchor makes another block)"

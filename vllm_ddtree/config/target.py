@@ -14,15 +14,25 @@ if TYPE_CHECKING:
 def check_target(model: ModelConfig) -> None:
     """Raise ValueError for a target whose attention or state cannot follow a tree.
 
-    Everything that the configuration tells. vLLM has positions of several axes and recurrent state
-    exactly where its configuration says so.
+    Everything that the configuration tells. vLLM has recurrent state exactly where its
+    configuration says so.
     """
     for bad, what in (
-        (model.is_hybrid or model.is_attention_free, "recurrent layers (Mamba, gated delta net)"),
+        (
+            model.is_attention_free or (model.is_hybrid and not _has_gated_delta_net(model)),
+            "recurrent layers other than gated delta net beside attention (Mamba, KDA, short "
+            "convolutions)",
+        ),
         (model.is_encoder_decoder, "an encoder"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention (an indexer)"),
-        (getattr(model, "uses_mrope", False), "positions of several axes (M-RoPE)"),
         (getattr(model, "rswa_window", None) is not None, "reference sliding-window attention"),
     ):
         if bad:
             raise bad_target(model.model, f"it has {what}")
+
+
+def _has_gated_delta_net(model: ModelConfig) -> bool:
+    """Whether a target's recurrent layers are those of Qwen3-Next and Qwen3.5, by their sizes."""
+    config = model.hf_text_config
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim")
+    return all(hasattr(config, name) for name in names)

@@ -84,7 +84,9 @@ def set_active_requests(engine_args: EngineArgs, vllm_config: VllmConfig) -> Non
 def set_fitting_schedule(vllm_config: VllmConfig) -> None:
     """Let budgets shrink where the trees of all running requests would not fit a step.
 
-    A budget that always fits, and a schedule whose budgets do, stay as they are.
+    A budget that always fits, and a schedule whose budgets do, stay as they are. A target with
+    recurrent layers always gets a schedule: without one vLLM gives a new request of one token a
+    draft of placeholders, and these rows are not among those that fit.
 
     Args:
         vllm_config: changed: a fixed budget that does not always fit becomes a schedule.
@@ -95,12 +97,14 @@ def set_fitting_schedule(vllm_config: VllmConfig) -> None:
     given = spec.num_speculative_tokens_per_batch_size or [(1, limit, spec.budget)]
     fitted = fit_schedule(given, tokens, limit)
     if fitted == list(given):
+        if vllm_config.model_config.is_hybrid:
+            spec.num_speculative_tokens_per_batch_size = list(given)
         return
     spec.num_speculative_tokens_per_batch_size = fitted
     if not spec.auto_budget:
         logger.info(
-            "ddtree: a step has %d tokens; so that all running requests fit, the budget is %s "
-            "(first, last request, nodes)",
-            tokens.scheduled,
+            "ddtree: a step has room for %d tokens of trees; so that all running requests fit, "
+            "the budget is %s (first, last request, nodes)",
+            min(tokens.scheduled, tokens.tree_rows),
             fitted,
         )

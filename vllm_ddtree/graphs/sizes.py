@@ -49,6 +49,17 @@ def draft_sizes(
     return [n * block_size for n in request_counts(limit)]
 
 
+def context_sizes(block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+    """Capture sizes of the drafter's context alone, in tokens, each a whole number of blocks.
+
+    Padding costs next to nothing here, so few sizes serve all numbers of requests.
+    """
+    limit = min(max_num_seqs, max_num_batched_tokens // block_size)
+    powers = [2**k for k in range(limit.bit_length())]
+    counts = {*powers, *(3 * p for p in powers), limit}
+    return [n * block_size for n in sorted(counts) if n <= limit]
+
+
 def auto_sizes(largest: int, rows: list[int], limit: int) -> list[int]:
     """Capture sizes of the verify step, in tokens, for `"budget": "auto"`.
 

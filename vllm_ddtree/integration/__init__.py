@@ -24,7 +24,13 @@ from vllm_ddtree.integration.drafter import (
     mask_token_id,
     tokenizer_vocabulary,
 )
-from vllm_ddtree.integration.dummy import dummy_draft, dummy_step, random_tokens
+from vllm_ddtree.integration.dummy import (
+    dummy_adapters,
+    dummy_draft,
+    dummy_step,
+    random_tokens,
+)
+from vllm_ddtree.integration.families import Family
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
 from vllm_ddtree.integration.importing import when_imported
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
@@ -36,6 +42,7 @@ from vllm_ddtree.integration.stop import add_error_output, model_runner_output, 
 from vllm_ddtree.integration.verify import SeamError, check, require, vllm_version
 
 __all__ = [
+    "Family",
     "Observer",
     "SeamError",
     "Steps",
@@ -45,6 +52,7 @@ __all__ = [
     "check",
     "checkpoint_config",
     "draft_backend_error",
+    "dummy_adapters",
     "dummy_draft",
     "dummy_step",
     "estimates_memory",

@@ -5,9 +5,10 @@ As vLLM's own `_dummy_run` does it (v1/worker/gpu/model_runner.py).
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -32,9 +33,36 @@ def dummy_step(
     output.num_scheduled_tokens = {f"_ddtree_{i}": rows for i in range(num_reqs)}
     output.total_num_scheduled_tokens = rows * num_reqs
     before(output)
-    runner.execute_model(output, dummy_run=True)
-    state, runner.execute_model_state = runner.execute_model_state, None
-    return state, runner.model.compute_logits(state.hidden_states[: rows * num_reqs])
+    with _adapters_chosen(runner, np.full(num_reqs, rows, dtype=np.int32)):
+        runner.execute_model(output, dummy_run=True)
+        state, runner.execute_model_state = runner.execute_model_state, None
+        return state, runner.model.compute_logits(state.hidden_states[: rows * num_reqs])
+
+
+def _adapters_chosen(runner: Any, rows: np.ndarray) -> AbstractContextManager[None]:
+    """Within, the requests of a dummy step have adapters, as many different ones as can be active.
+
+    Args:
+        runner: a GPUModelRunner, its `dummy_adapters` there.
+        rows: int32 [num_reqs], of each request; all are sampled.
+
+    """
+    config = runner.lora_config
+    return runner.maybe_select_dummy_loras(
+        config,
+        rows,
+        num_sampled_tokens=rows,
+        num_active_loras=config.max_loras if config else 0,
+    )
+
+
+def dummy_adapters(runner: Any) -> AbstractContextManager[None]:
+    """Within, a runner with LoRA has adapters for its dummy steps; afterwards none.
+
+    Dummy steps replay the graphs of the most active adapters (vLLM's
+    `get_num_active_loras_for_dispatch`).
+    """
+    return runner.maybe_setup_dummy_loras(runner.lora_config)
 
 
 def dummy_draft(runner: Any, state: Any, num_rejected: int, num_drafts: int) -> None:

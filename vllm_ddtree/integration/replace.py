@@ -36,8 +36,8 @@ def function_in(held: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The function in what an owner holds, and what makes the same of another function."""
     if isinstance(held, property):
         return held.fget, property
-    if isinstance(held, staticmethod):
-        return held.__func__, staticmethod
+    if isinstance(held, (staticmethod, classmethod)):
+        return held.__func__, type(held)
     return held, lambda function: function
 
 

@@ -22,7 +22,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.logger": ("init_logger(name)", "_VllmLogger: info_once(msg)"),
     "vllm.triton_utils": ("tl", "triton"),
     "vllm.platforms": ("current_platform",),
-    "vllm.platforms.interface": ("Platform: fp8_dtype()",),
+    "vllm.platforms.interface": (
+        "Platform: fp8_dtype() _align_hybrid_block_size(vllm_config, ...)",
+    ),
     "vllm.exceptions": ("VLLMValidationError: __init__(message, *, parameter, value)",),
     "vllm.distributed": (
         "get_tensor_model_parallel_rank",
@@ -37,13 +39,21 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "get_tp_group()",
         "GroupCoordinator: world_size cpu_group broadcast_object(obj, src)",
     ),
-    "vllm.utils.torch_utils": ("canonicalize_singleton_dim_strides(t)",),
+    "vllm.utils.torch_utils": (
+        "async_tensor_h2d(data, device)",
+        "canonicalize_singleton_dim_strides(t)",
+    ),
+    "vllm.forward_context": (
+        "get_forward_context()",
+        "ForwardContext: attn_metadata no_compile_layers",
+    ),
     # Configuration.
     "vllm.engine.arg_utils": (
         "EngineArgs: create_speculative_config(*, target_model_config, target_parallel_config)",
         "EngineArgs: create_engine_config(...) add_cli_args(parser)",
         "EngineArgs: speculative_config spec_method spec_model spec_tokens",
-        "EngineArgs: enable_lora compilation_config max_num_active_seqs",
+        "EngineArgs: compilation_config max_num_active_seqs",
+        "EngineArgs: enable_lora max_num_seqs max_num_batched_tokens watermark_config",
     ),
     "vllm.config.vllm": (
         "VllmConfig: num_lookahead_tokens use_v2_model_runner",
@@ -62,7 +72,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "SpeculativeConfig: uses_dynamic_speculative_decoding()",
         "SpeculativeConfig: num_speculative_tokens_per_batch_size",
     ),
-    "vllm.transformers_utils.repo_utils": ("try_get_local_file(model, file_name, revision)",),
+    "vllm.transformers_utils.repo_utils": (
+        "try_get_local_file(model, file_name, revision)",
+        "get_hf_file_to_dict(file_name, model, revision)",
+    ),
     # Engine core and scheduler.
     "vllm.v1.engine.core": (
         "EngineCore: __init__(vllm_config, ...) scheduler model_executor vllm_config",
@@ -133,9 +146,20 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GPUModelRunner: execute_model(scheduler_output, *, dummy_run, ...) sample_tokens(...)",
         "GPUModelRunner: capture_model(...) get_draft_model() get_model() sample",
         "GPUModelRunner: execute_model_state cudagraph_manager input_buffers model",
-        "GPUModelRunner: model_state req_states sampler speculator",
+        "GPUModelRunner: model_state req_states sampler speculator lora_config",
+        "GPUModelRunner: aux_output_connector",
         "ExecuteModelState: input_batch attn_metadata slot_mappings_by_layer hidden_states",
         "ExecuteModelState: aux_hidden_states",
+    ),
+    "vllm.distributed.aux_output_connector.worker": (
+        "AuxOutputWorkerConnector: prepare_output(...)",
+        "PendingAuxOutput: routed_experts_gpu",
+    ),
+    "vllm.v1.worker.lora_model_runner_mixin": (
+        "LoRAModelRunnerMixin: _set_active_loras(prompt_lora_mapping, ...)",
+        "LoRAModelRunnerMixin: maybe_setup_dummy_loras(lora_config)",
+        "LoRAModelRunnerMixin: maybe_select_dummy_loras(lora_config, num_scheduled_tokens, *, "
+        "num_sampled_tokens, num_active_loras)",
     ),
     "vllm.v1.worker.gpu.async_utils": (
         "AsyncOutput: get_output() model_runner_output sampled_token_ids sampler_output",
@@ -178,6 +202,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "ModelState: prepare_dummy_inputs(num_reqs, num_tokens)",
         "ModelState: prepare_attn(input_batch, cudagraph_mode, block_tables, slot_mappings, "
         "attn_groups, kv_cache_config, for_capture, ...)",
+        "ModelState: preprocess_state(input_batch, ...)",
         "ModelState: postprocess_state(idx_mapping, num_sampled, num_computed_tokens)",
         "ModelState: device vllm_config",
     ),
@@ -190,12 +215,51 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "attn_groups, kv_cache_config, for_capture, ...)",
         "DefaultModelState: rope_state",
     ),
+    "vllm.v1.worker.gpu.mm.rope": ("RopeState: positions prefill_delta",),
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid": (
+        "MambaHybridModelState: __init__(vllm_config, model, encoder_cache, device)",
+        "MambaHybridModelState: initialize_kv_cache(kv_cache_config, block_tables)",
+        "MambaHybridModelState: prepare_attn(input_batch, cudagraph_mode, block_tables, "
+        "slot_mappings, attn_groups, kv_cache_config, for_capture, ...)",
+        "MambaHybridModelState: postprocess_state(idx_mapping, num_sampled, num_computed_tokens)",
+    ),
+    "vllm.v1.worker.gpu.block_table": ("BlockTables: input_block_tables",),
+    "vllm.v1.worker.mamba_utils": ("get_mamba_groups(kv_cache_config)",),
+    # Recurrent layers.
+    "vllm.model_executor.layers.mamba.abstract": (
+        "MambaBase: get_kv_cache_spec(vllm_config) get_attn_backend() get_state_shape()",
+        "MambaBase: get_state_dtype() kv_cache",
+    ),
+    "vllm.model_executor.layers.mamba.mamba_utils": ("is_conv_state_dim_first()",),
+    "vllm.model_executor.layers.mamba.gdn.base": (
+        "GatedDeltaNetAttention: num_spec activation model_config tp_size",
+    ),
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn": (
+        "QwenGatedDeltaNetAttention: _forward_core(mixed_qkv, b, a, core_attn_out)",
+        "QwenGatedDeltaNetAttention: get_state_shape() conv1d A_log dt_bias num_k_heads",
+        "QwenGatedDeltaNetAttention: head_k_dim head_v_dim enable_fused_gdn_spec_decode",
+        "QwenGatedDeltaNetAttention: gdn_decode_kernel",
+    ),
+    "vllm.v1.kv_cache_interface": (
+        "KVCacheSpec: block_size",
+        "MambaSpec: num_speculative_blocks mamba_cache_mode",
+    ),
+    "vllm.v1.attention.backends.gdn_attn": (
+        "GDNAttentionBackend: get_builder_cls()",
+        "GDNAttentionMetadata: num_prefills num_prefill_tokens num_decodes num_decode_tokens",
+        "GDNAttentionMetadata: num_spec_decodes num_spec_decode_tokens num_actual_tokens",
+        "GDNAttentionMetadataBuilder: build(common_prefix_len, common_attn_metadata, "
+        "num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build)",
+        "GDNAttentionMetadataBuilder: build_for_cudagraph_capture(common_attn_metadata)",
+        "GDNAttentionMetadataBuilder: mamba_aligned_state_indices",
+    ),
     # Drafter.
     "vllm.v1.worker.gpu.spec_decode": ("init_speculator(vllm_config, device, req_states)",),
     "vllm.v1.worker.gpu.spec_decode.speculator": (
         "DraftModelSpeculator: max_num_reqs max_num_tokens num_speculative_steps device",
         "DraftModelSpeculator: draft_model_config speculative_config vllm_config model",
-        "DraftModelSpeculator: input_buffers",
+        "DraftModelSpeculator: input_buffers dp_size",
+        "DraftModelSpeculator: _build_uniform_attn_metadata(...)",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator": (
         "DFlashSpeculator: __init__(vllm_config, device) init_cudagraph_manager(cudagraph_mode)",
@@ -214,9 +278,14 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash2.speculator": (
         "DFlash2Speculator: _score_candidates(candidate_ids, unary_logits, hidden_states)",
+        "DFlash2Speculator: __init__(vllm_config, device) _candidate_top_k_key",
     ),
     "vllm.v1.worker.gpu.spec_decode.lilicorr.speculator": (
         "LiLiCorrSpeculator: _score_candidates(candidate_ids, unary_logits, hidden_states)",
+        "LiLiCorrSpeculator: __init__(vllm_config, device) prepare_context_anchor(...)",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dspark.speculator": (
+        "DSparkSpeculator: __init__(vllm_config, device) _anchor_idx sample_from_anchor",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager: capture",),
     "vllm.v1.worker.gpu.spec_decode.utils": ("get_parallel_drafting_token_id(hf_config)",),
@@ -230,9 +299,15 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "DFlashQwen3ForCausalLM: draft_id_to_target_id model",
         "dflash_has_any_non_causal(config)",
     ),
+    "vllm.model_executor.models.qwen3_dflash2": (
+        "DFlash2Qwen3ForCausalLM: compute_candidates(hidden_states) candidate_logits_processor",
+    ),
+    "vllm.model_executor.models.registry": ("ModelRegistry",),
     "vllm.model_executor.models.utils": ("process_eagle_weight: has_own_lm_head",),
     "vllm.model_executor.layers.logits_processor": (
         "LogitsProcessor: forward(lm_head, hidden_states, *, skip_gather) org_vocab_size",
+        "LogitsProcessor: _get_logits(hidden_states, lm_head, embedding_bias, skip_gather)",
+        "LogitsProcessor: scale soft_cap",
     ),
     "vllm.model_executor.layers.vocab_parallel_embedding": (
         "VocabParallelEmbedding: tp_size tp_rank num_embeddings_per_partition",
@@ -251,14 +326,18 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "input_ids, expanded_local_pos, seq_lens_upper_bound_np, *, return_logprobs)",
         "Sampler: get_logprobs_dims(idx_mapping_np) compute_nans logprob_token_ids_state",
         "Sampler: logprobs_mode req_states sampling_states logits_processors",
+        "Sampler: return_sampling_mask",
     ),
-    "vllm.v1.worker.gpu.sample.states": ("SamplingStates: seeds temperature",),
+    "vllm.v1.worker.gpu.sample.states": ("SamplingStates: seeds temperature top_k",),
     "vllm.v1.worker.gpu.sample.logprob": (
         "compute_topk_scores(logits, num_logprobs, sampled_token_ids, cu_num_logits, *, "
         "logprob_token_ids_state, expanded_idx_mapping, max_per_req_token_ids, logits_mode)",
     ),
     "vllm.v1.worker.gpu.sample.output": (
         "SamplerOutput: sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected",
+        "SamplerOutput: sampling_mask_tensors",
+        "SamplingMaskTensors: from_logits(logits, cu_num_logits, num_sampled_tokens, max_num_kept, "
+        "rows_per_request) cat(chunks)",
     ),
     "vllm.v1.worker.gpu.sample.bad_words": ("BadWordsState",),
     "vllm.v1.worker.gpu.sample.penalties": ("PenaltiesState",),
@@ -273,7 +352,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "AttentionMetadataBuilder: get_cudagraph_support(vllm_config, kv_cache_spec)",
         "CommonAttentionMetadata: num_reqs max_query_len query_start_loc query_start_loc_cpu",
         "CommonAttentionMetadata: num_actual_tokens seq_lens causal slot_mapping",
-        "CommonAttentionMetadata: block_table_tensor",
+        "CommonAttentionMetadata: block_table_tensor is_prefilling seq_lens_cpu_upper_bound",
+        "CommonAttentionMetadata: positions rswa_prefix_lens req_idx replace()",
+        "CommonAttentionMetadata: _num_computed_tokens_cache _token_to_req_indices_cache",
     ),
     "vllm.v1.attention.backends.registry": ("AttentionBackendEnum",),
     "vllm.v1.attention.backends.fa_utils": ("flash_attn_varlen_func", "get_flash_attn_version()"),
@@ -386,6 +467,7 @@ SEAMS_SINCE: dict[tuple[int, int], dict[str, tuple[str, ...]]] = {
             "DFlashSpeculator: _aux_staging",
             "DFlashSpeculator: _store_hidden_states(num_tokens, last_hidden_states, "
             "aux_hidden_states, num_graph_tokens)",
+            "DFlashSpeculator: _prepare_graph_replay(input_batch, ...)",
         ),
     },
 }

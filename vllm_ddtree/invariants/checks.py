@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_ddtree.invariants.free_slots import FreeSlots
@@ -18,9 +18,17 @@ if TYPE_CHECKING:
 
 
 class Checks:
-    """What `VLLM_DDTREE_CHECK=1` looks at in each step of a model runner."""
+    """What `VLLM_DDTREE_CHECK=1` looks at in each step of a model runner.
 
-    def __init__(self) -> None:
+    Args:
+        others_write: whether a KV connector may write slots between two looks, as it does when it
+            brings blocks from elsewhere. Then free slots are not looked at.
+
+    """
+
+    def __init__(self, others_write: bool = False) -> None:
+        self._others_write = others_write
+        self._in_step = False
         self._broken: Broken = {}
         self._free_slots: FreeSlots | None = None
         self._moved: MovedRows | None = None
@@ -31,6 +39,8 @@ class Checks:
         compactors: Compactors,
         block_tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
+        state_blocks: Collection[int] = (),
+        num_state_blocks: int = 0,
     ) -> None:
         """Note what the target's caches hold.
 
@@ -39,9 +49,14 @@ class Checks:
             compactors: of the target's caches.
             block_tables: by KV group int32 [num_reqs or more, blocks].
             seq_lens: int32 [num_reqs or more], tokens of each request with the step's rows.
+            state_blocks, num_state_blocks: as of `FreeSlots`.
 
         """
-        self._free_slots = FreeSlots(runtime.step, compactors, block_tables, seq_lens)
+        self._in_step = True
+        if not self._others_write:
+            self._free_slots = FreeSlots(
+                runtime.step, compactors, block_tables, seq_lens, state_blocks, num_state_blocks
+            )
 
     def before_commit(
         self,
@@ -61,9 +76,10 @@ class Checks:
         if self._moved is not None:
             self._broken |= self._moved.check()
             self._moved = None
-        if self._free_slots is not None:
-            self._broken = of_all_ranks(self._free_slots.check() | self._broken)
-            self._free_slots = None
+        if self._in_step:
+            written = self._free_slots.check() if self._free_slots is not None else {}
+            self._broken = of_all_ranks(written | self._broken)
+            self._free_slots, self._in_step = None, False
 
     def take_broken(self) -> Broken:
         """What the checks of the last step found."""

@@ -3,9 +3,12 @@
 
 The bits of every slot are summed before the target's forward, and once more after the commit. A
 slot whose sum has changed must be one of the step's rows. Both passes read the whole cache.
+
+Recurrent states lie in the same memory: a block is either slots or a state. The blocks of the
+step's states are written, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -25,6 +28,8 @@ class FreeSlots:
         compactors: of the target's caches.
         tables: by KV group int32 [num_reqs or more, blocks], blocks of the step's requests.
         seq_lens: int32 [num_reqs or more], tokens of each request with the step's rows.
+        state_blocks: blocks in which the step works on recurrent states.
+        num_state_blocks: blocks of states that the caches' memory is; 0 without recurrent layers.
 
     """
 
@@ -34,9 +39,13 @@ class FreeSlots:
         compactors: Compactors,
         tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
+        state_blocks: Collection[int] = (),
+        num_state_blocks: int = 0,
     ) -> None:
         self._step = step
         self._compactors = compactors
+        self._state_blocks = state_blocks
+        self._num_state_blocks = num_state_blocks
         lengths = seq_lens[: step.num_reqs].tolist()
         self._blocks = {
             gid: [
@@ -78,6 +87,12 @@ class FreeSlots:
                 if not stray:
                     continue
                 blocks = {slot // compactor.block_size for slot in stray}
+                if self._num_state_blocks:
+                    # A cache may have several blocks of slots in the place of one of states.
+                    parts = compactor.caches[number].shape[0] // self._num_state_blocks
+                    blocks = {b for b in blocks if b // parts not in self._state_blocks}
+                if not blocks:
+                    continue
                 message = (
                     f"{INVARIANT}: KV group {gid}, cache {number}: slots {stray[:8]} of blocks "
                     f"{sorted(blocks)[:8]} were written and are no row's of the step"

@@ -56,16 +56,20 @@ class TreeProm:
             "Accepted nodes by rank among their draft position's candidates, best is 0.",
             "rank",
         )
+        tries = counter(
+            "tries", "Steps that drafted another budget than the best one, to learn what it gives."
+        )
         budget = prometheus._gauge_cls(
             name=PREFIX + "budget",
             documentation="Nodes to draft a request, in the latest step.",
             labelnames=names,
             multiprocess_mode="mostrecent",
         )
-        self._nodes, self._budget, self._by_label = {}, {}, {}
+        self._nodes, self._budget, self._tries, self._by_label = {}, {}, {}, {}
         for engine, values in self._engines.items():
             self._nodes[engine] = nodes.labels(*values)
             self._budget[engine] = budget.labels(*values)
+            self._tries[engine] = tries.labels(*values)
             self._by_label[engine] = (
                 [rounds.labels(*values, *LABELS[kind]) for kind in sorted(LABELS)],
                 [depths.labels(*values, str(at)) for at in range(1, depth + 1)],
@@ -78,6 +82,7 @@ class TreeProm:
             return
         self._nodes[engine].inc(counts.nodes)
         self._budget[engine].set(counts.budget)
+        self._tries[engine].inc(counts.tries)
         found = (counts.rounds, stats.num_accepted_tokens_per_pos, counts.ranks)
         for counters, numbers in zip(self._by_label[engine], found, strict=True):
             # vLLM has a position for every node; none beyond the depth is ever reached.
@@ -133,6 +138,8 @@ class TreeLogging(SpecDecodingLogging):
             if number
         ]
         words = f"Budget: {counts.budget}, Rounds: {', '.join(parts)}"
+        if counts.tries:
+            words += f", Tries: {counts.tries}"
         if accepted := sum(counts.ranks):
             shares = [number / accepted for number in counts.ranks]
             ranks = ", ".join(f"{share:.3f}" for share in shares[:RANKS_IN_LOG])

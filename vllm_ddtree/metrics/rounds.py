@@ -21,6 +21,8 @@ class RoundCounts:
     """Rounds by kind."""
     ranks: list[int]
     """[top_k], accepted nodes by their rank among their position's candidates, best first."""
+    tries: int = 0
+    """Steps that drafted another budget than the best known one, to learn what it gives."""
 
     @classmethod
     def none(cls, top_k: int) -> RoundCounts:
@@ -31,15 +33,16 @@ class RoundCounts:
         """Add a later step's counts."""
         self.budget = other.budget
         self.nodes += other.nodes
+        self.tries += other.tries
         self.rounds = [a + b for a, b in zip(self.rounds, other.rounds, strict=True)]
         self.ranks = [a + b for a, b in zip(self.ranks, other.ranks, strict=True)]
 
     def pack(self) -> list[int]:
         """As numbers, for `unpack`."""
-        return [self.budget, self.nodes, *self.rounds, *self.ranks]
+        return [self.budget, self.nodes, self.tries, *self.rounds, *self.ranks]
 
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> RoundCounts:
         """The counts that `pack` gave."""
-        budget, nodes, *rest = numbers
-        return cls(budget, nodes, rest[: len(RoundKind)], rest[len(RoundKind) :])
+        budget, nodes, tries, *rest = numbers
+        return cls(budget, nodes, rest[: len(RoundKind)], rest[len(RoundKind) :], tries)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.round.kinds import RoundKind
-from vllm_ddtree.round.marks import cut_to
+from vllm_ddtree.round.marks import cut_to, is_tried, plain_is_faster
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +41,7 @@ class RoundCounter:
         self._top_k = top_k
         self._drafted = scheduler.num_spec_tokens  # nodes that the step before had to draft
         self._budget = self._drafted  # for the metric: those, or what a step's trees were cut to
+        self._plain = False  # whether that was nothing, because plain decoding is faster
         self._index: dict[str, int] = {}
         # By request, in the order of the index: its kind, and the walk's facts of it.
         self._kinds: list[RoundKind] = []
@@ -54,13 +55,16 @@ class RoundCounter:
         self._index = model_runner_output.req_id_to_index
         lengths = scheduler_output.num_scheduled_tokens
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        drafted = self._drafted
+        drafted, plain = self._drafted, self._plain
         if (cut := cut_to(scheduler_output)) is not None:
             drafted = min(drafted, cut)
         if lengths:
             self._drafted = self._budget = scheduler_output.num_spec_tokens_to_schedule
+            self._plain = plain_is_faster(scheduler_output)
             if cut is not None:
                 self._budget = min(self._budget, cut)
+            if is_tried(scheduler_output):
+                self._started().tries += 1
         facts = getattr(model_runner_output, "ddtree_facts", None)
         if facts is not None:
             kinds = facts.kinds
@@ -75,6 +79,8 @@ class RoundCounter:
         if len(drafts) < len(lengths):
             # A step verifies what the one before it had to draft.
             kind = RoundKind.NO_DRAFTS if drafted else RoundKind.BUDGET_0
+            if plain:
+                kind = RoundKind.PLAIN_FASTER
             for request_id, length in lengths.items():
                 if length == 1 and request_id not in drafts and self._decodes(request_id):
                     self._started().rounds[kind] += 1

@@ -78,6 +78,8 @@ class _Asked:
 
 _asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
 """Set while an engine's configuration is made."""
+_made: ContextVar[Any] = ContextVar("made", default=None)
+"""The speculative configuration made in the course of it."""
 
 
 def _same_drafter(one: Any, other: Any) -> bool:
@@ -142,7 +144,9 @@ def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any
         _take_named_drafter(self, asked, keys)
         from vllm_ddtree.config.speculative import make_config
 
-        return make_config(keys, target_model_config, target_parallel_config)
+        spec = make_config(keys, target_model_config, target_parallel_config)
+        _made.set(spec)
+        return spec
 
     return create
 
@@ -156,11 +160,13 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         from vllm_ddtree.config import engine
 
-        engine.check_engine_args(self)
-        token = _asked.set(asked)
+        engine.check_watermark(self)
+        tokens = _asked.set(asked), _made.set(None)
         try:
             vllm_config = original(self, *args, **kwargs)
         except ValueError as error:
+            if "max_num_batched_tokens" in str(error):
+                engine.check_adapters(self, _made.get())
             from vllm_ddtree.config.hints import advice
 
             refused = advice(error)
@@ -168,7 +174,8 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise refused from error
         finally:
-            _asked.reset(token)
+            _asked.reset(tokens[0])
+            _made.reset(tokens[1])
         engine.finish_engine_config(self, vllm_config)
         return vllm_config
 

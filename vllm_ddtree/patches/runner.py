@@ -11,6 +11,7 @@ from vllm_ddtree.presence import is_ddtree
 if TYPE_CHECKING:
     import torch
     from vllm.config.vllm import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -22,7 +23,7 @@ def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_ddtree(vllm_config.speculative_config):
             from vllm_ddtree.config.loaded_drafter import check_draft_backend, check_loaded_drafter
             from vllm_ddtree.config.loaded_target import check_target_class
-            from vllm_ddtree.proposer.speculator import make_speculator
+            from vllm_ddtree.proposer.conditional import make_speculator
 
             check_target_class(vllm_config)
             check_draft_backend(vllm_config)
@@ -54,9 +55,14 @@ def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         if is_ddtree(self.vllm_config.speculative_config):
-            from vllm_ddtree.round.marks import asks_for_chains
+            from vllm_ddtree.round.marks import asks_for_chains, asks_for_narrow, was_fitted
 
-            self.model_state.runtime.chains_asked = asks_for_chains(scheduler_output)
+            runtime = self.model_state.runtime
+            runtime.chains_asked = asks_for_chains(scheduler_output)
+            runtime.narrow_asked = asks_for_narrow(scheduler_output)
+            runtime.fitted = was_fitted(scheduler_output)
+            if self.aux_output_connector is not None:
+                self.aux_output_connector.ddtree_runtime = runtime
         return original(self, scheduler_output, *args, **kwargs)
 
     return execute
@@ -74,3 +80,35 @@ def sample_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return sample
+
+
+def set_active_loras(original: Callable[..., None]) -> Callable[..., None]:
+    """`LoRAModelRunnerMixin._set_active_loras`, of a step or of a dummy step."""
+
+    def set_active(
+        self: GPUModelRunner, prompt_lora_mapping: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if is_ddtree(self.vllm_config.speculative_config):
+            from vllm_ddtree.workarounds import lora_logits
+
+            if (num_logits := self.model_state.take_num_logits()) is not None:
+                prompt_lora_mapping = lora_logits.by_row(prompt_lora_mapping, num_logits)
+        original(self, prompt_lora_mapping, *args, **kwargs)
+
+    return set_active
+
+
+def prepare_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`AuxOutputWorkerConnector.prepare_output`, between a step's walk and its commit.
+
+    vLLM drops the last rows of each request, as many as drafts were rejected.
+    """
+
+    def prepare(self: AuxOutputWorkerConnector, *args: Any, **kwargs: Any) -> Any:
+        pending = original(self, *args, **kwargs)
+        runtime = getattr(self, "ddtree_runtime", None)
+        if pending is not None and runtime is not None and runtime.step.verified:
+            pending.routed_experts_gpu = runtime.paths.to_front(pending.routed_experts_gpu)
+        return pending
+
+    return prepare

@@ -139,7 +139,7 @@ PATCHES = (
         f"{_RUNNER}:GPUModelRunner.execute_model",
         f"{_OURS}.runner:execute_model",
         When.CONFIGURED,
-        "The model state learns whether the step is to verify chains.",
+        "The model state learns whether the step is to verify chains, and whether its trees fit.",
     ),
     Patch(
         f"{_RUNNER}:GPUModelRunner.sample_tokens",
@@ -176,6 +176,31 @@ PATCHES = (
         f"{_OURS}.graphs:capture",
         When.CONFIGURED,
         "The auto budget's chains have graphs beside those of the trees.",
+    ),
+    Patch(
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
+        f"{_OURS}.runner:set_active_loras",
+        When.CONFIGURED,
+        "Every row that is sampled has its request's adapter.",
+    ),
+    Patch(
+        "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector.prepare_output",
+        f"{_OURS}.runner:prepare_output",
+        When.WORKER,
+        "The experts of an accepted path are returned, not those of a tree's first rows.",
+    ),
+    # State slots.
+    Patch(
+        "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
+        f"{_OURS}.states:get_kv_cache_spec",
+        When.CONFIGURED,
+        "A request has one block of recurrent states, not one for every node.",
+    ),
+    Patch(
+        "vllm.platforms.interface:Platform._align_hybrid_block_size",
+        f"{_OURS}.states:align_hybrid_block_size",
+        When.CONFIGURED,
+        "The block is as large as the states are without drafts.",
     ),
     # Worker.
     Patch(
@@ -222,6 +247,26 @@ OBJECTS = (
         "A target layer attends along the trees.",
     ),
     Change(
+        "QwenGatedDeltaNetAttention._forward_core",
+        "vllm_ddtree.recurrent.install:install_recurrent",
+        "A target's recurrent layer follows the trees.",
+    ),
+    Change(
+        "QwenGatedDeltaNetAttention.get_attn_backend",
+        "vllm_ddtree.recurrent.install:install_recurrent",
+        "Its metadata builder knows the trees.",
+    ),
+    Change(
+        "QwenGatedDeltaNetAttention.num_spec",
+        "vllm_ddtree.recurrent.install:install_recurrent",
+        "Its states have no room for drafts.",
+    ),
+    Change(
+        "QwenGatedDeltaNetAttention.enable_fused_gdn_spec_decode",
+        "vllm_ddtree.recurrent.install:install_recurrent",
+        "It goes through `_forward_core`, not to a kernel for chains; with `gdn_decode_kernel`.",
+    ),
+    Change(
         "Scheduler.dynamic_sd_lookup",
         "vllm_ddtree.budget.auto:attach",
         "The auto budget says how many nodes to draft.",
@@ -230,6 +275,11 @@ OBJECTS = (
         "Scheduler.ddtree_steps",
         "vllm_ddtree.integration.steps:follow",
         "By it the scheduler's patches know an engine of DDTree's.",
+    ),
+    Change(
+        "AuxOutputWorkerConnector.ddtree_runtime",
+        "vllm_ddtree.patches.runner:execute_model",
+        "By it the connector's patch finds the paths.",
     ),
     Change(
         "StatLoggerManager.ddtree_metrics",

@@ -20,6 +20,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
 from vllm_ddtree.proposer.candidates import Candidates, top_k_keys, top_k_log_probs
+from vllm_ddtree.proposer.logits import (
+    has_candidates,
+    logits_processor,
+    shard_logits,
+    whole_logits,
+)
 from vllm_ddtree.proposer.shards import merge_shards
 
 logger = init_logger("vllm.ddtree")
@@ -62,7 +68,7 @@ class WholeHead:
         self, hidden_states: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor
     ) -> None:
         """As in `Head`."""
-        logits = self.model.compute_logits(hidden_states)
+        logits = whole_logits(self.model, hidden_states)
         if self.candidates is None:
             self.candidates = Candidates(
                 self.max_rows, logits.shape[1], self.num_candidates, logits.device
@@ -97,14 +103,13 @@ class ShardedHead:
         top_k: int,
         device: torch.device | str,
     ) -> None:
-        self.lm_head, self.logits_processor = model.lm_head, model.logits_processor
-        self.num_shards = self.lm_head.tp_size
-        vocab = self.logits_processor.org_vocab_size
-        shard = self.lm_head.num_embeddings_per_partition
+        self.model, self.num_shards = model, model.lm_head.tp_size
+        vocab = logits_processor(model).org_vocab_size
+        shard = model.lm_head.num_embeddings_per_partition
         if top_k > vocab:
             raise ValueError(f"the draft vocabulary has {vocab} tokens, fewer than top_k={top_k}")
         # Without what vLLM pads; the last ranks may have nothing else.
-        first = min(self.lm_head.tp_rank * shard, vocab)
+        first = min(model.lm_head.tp_rank * shard, vocab)
         last = min(first + shard, vocab)
         ids = _target_ids(model, vocab)[first:last].to(device, torch.int32)
         self.candidates = Candidates(max_rows, last - first, top_k, device, ids)
@@ -115,7 +120,7 @@ class ShardedHead:
     ) -> None:
         """As in `Head`; the same bits on every rank."""
         keys = self.keys[: hidden_states.shape[0]]
-        logits = self.logits_processor(self.lm_head, hidden_states, skip_gather=True)
+        logits = shard_logits(self.model, hidden_states)
         top_k_keys(logits[:, : self.candidates.vocab], keys, self.candidates)
         # As float32: vLLM's shared-memory gather on the CPU takes no integers. Bits are copied.
         gathered = tensor_model_parallel_all_gather(keys.view(torch.float32), dim=0)
@@ -147,16 +152,18 @@ def _why_whole(model: Any) -> str | None:
     ranks = get_tensor_model_parallel_world_size()
     if ranks == 1:
         return "there is one rank"
-    if type(model).compute_logits is not DFlashQwen3ForCausalLM.compute_logits:
+    if not has_candidates(model) and (
+        type(model).compute_logits is not DFlashQwen3ForCausalLM.compute_logits
+    ):
         return f"{type(model).__name__} computes its logits in a way of its own"
-    if type(model.logits_processor) is not LogitsProcessor:
-        return f"its logits pass a {type(model.logits_processor).__name__}"
+    if type(logits_processor(model)) is not LogitsProcessor:
+        return f"its logits pass a {type(logits_processor(model)).__name__}"
     head = model.lm_head
     if not isinstance(head, VocabParallelEmbedding):
         return f"its head is a {type(head).__name__}"
     if (head.tp_rank, head.tp_size) != (get_tensor_model_parallel_rank(), ranks):
         return "its head is not spread over the ranks"
-    ids = _target_ids(model, model.logits_processor.org_vocab_size)
+    ids = _target_ids(model, logits_processor(model).org_vocab_size)
     if not bool((ids[1:] > ids[:-1]).all()):
         return "its vocabulary is not in the order of the target's"
     return None
@@ -164,6 +171,6 @@ def _why_whole(model: Any) -> str | None:
 
 def _target_ids(model: DFlashQwen3ForCausalLM, vocab: int) -> torch.Tensor:
     """int64 [vocab]: the target's id of each token of the draft vocabulary."""
-    offsets = model.draft_id_to_target_id
+    offsets = getattr(model, "draft_id_to_target_id", None)
     ids = torch.arange(vocab, device=None if offsets is None else offsets.device)
     return ids if offsets is None else ids + offsets

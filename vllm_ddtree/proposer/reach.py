@@ -2,15 +2,19 @@
 """The reach of a draft: how many of its positions are evaluated, 3, 7 or all.
 
 A tree of n nodes is never deeper than n. So a draft for few nodes needs the log-probs of few
-positions, and few context rows. The draft forward itself always has the drafter's whole block: a
-drafter may know much less with fewer masks than it was trained with.
+positions, and few context rows. The draft forward itself has the drafter's whole block: a drafter
+may know much less with fewer masks than it was trained with. Some drafters bear fewer. A narrow
+reach, of 7 masks, finds out while serving (budget/auto.py).
+
+A step of plain decoding after which nothing is drafted has a reach of no position: only the
+drafter's context follows the text, by one row a request.
 
 A budget that changes while serving has a few reaches. What the CUDA graphs of a reach read belongs
 to that reach, or is read from its beginning.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +22,10 @@ from vllm_ddtree.proposer.context import ContextRows
 
 SHORT = (3, 7)
 """Positions of drafts shorter than the longest, ascending. Each has CUDA graphs of its own."""
+
+
+NARROW = 7
+"""Masks, and positions, of a narrow draft."""
 
 
 def draft_reaches(depth: int, budgets: Iterable[int]) -> list[int]:
@@ -47,6 +55,8 @@ class Reach:
     """float32 [max_num_reqs, P, top_k], contiguous."""
     token_ids: torch.Tensor
     """int64 [max_num_reqs, P, top_k], contiguous."""
+    masks: int | None = None
+    """Masked queries of each block; None: all that the drafter has."""
 
     @property
     def manager(self) -> str:
@@ -56,7 +66,8 @@ class Reach:
         managers that it finds among the attributes (v1/worker/gpu/cudagraph_utils.py,
         `profile_cudagraph_memory`).
         """
-        return f"query_cudagraph_manager_{self.positions}"
+        narrow = "" if self.masks is None else "_narrow"
+        return f"query_cudagraph_manager_{self.positions}{narrow}"
 
 
 def make_reaches(
@@ -88,6 +99,29 @@ def make_reaches(
         )
         for reached in positions
     ]
+
+
+def make_narrow(reaches: Iterable[Reach], block_size: int) -> Reach | None:
+    """The narrow reach beside these, with the buffers of one of them.
+
+    Args:
+        reaches: of the engine.
+        block_size: of the drafter.
+
+    Returns:
+        None if the drafter's block is no longer, or no reach has as many positions.
+
+    """
+    if block_size - 1 <= NARROW:
+        return None
+    like = next((reach for reach in reaches if reach.positions == NARROW), None)
+    return None if like is None else replace(like, masks=NARROW)
+
+
+def context_alone(max_num_reqs: int, device: torch.device) -> Reach:
+    """The reach of no position."""
+    log_probs = torch.zeros(max_num_reqs, 0, 0, dtype=torch.float32, device=device)
+    return Reach(0, ContextRows(max_num_reqs, 1, device), log_probs, log_probs.long())
 
 
 def fitting(reaches: list[Reach], needed: int) -> Reach:

@@ -80,18 +80,8 @@ from vllm.triton_utils import tl, triton
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
     from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
     from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
-
-
-def candidate_processor(model: DFlash2Qwen3ForCausalLM) -> LogitsProcessor:
-    """What gives the candidates' logits of a DFlash2 or LiLiCorr drafter.
-
-    It is not what `compute_logits` uses: the checkpoint's scale and soft cap are its own.
-    """
-    return getattr(model, "candidate_logits_processor", None) or model.logits_processor
 
 
 def head_scores(
@@ -115,8 +105,8 @@ def head_scores(
     return speculator._score_candidates(candidate_ids, log_probs, hidden_states)
 
 
-class MarkovDraft(NamedTuple):
-    """What a DSpark draft gives to a lattice."""
+class ConditionalDraft(NamedTuple):
+    """What a draft gives to a lattice."""
 
     scores: torch.Tensor
     """float32 [R, D, K, K], raw."""
@@ -148,7 +138,7 @@ def dspark_draft(
     hidden_states: torch.Tensor,
     anchor_ids: torch.Tensor,
     candidates: Candidates,
-) -> MarkovDraft:
+) -> ConditionalDraft:
     """Candidates and raw scores of a DSpark draft.
 
     The first position's predecessor is known, so its candidates and their log-probs are those of
@@ -192,7 +182,7 @@ def dspark_draft(
         scores = transform(scores)
     anchor_embeds = anchor_embeds[:, None, None].expand(-1, 1, shape[2], -1)
     confidence = _confidence(model, hidden_states, torch.cat((anchor_embeds, before), dim=1))
-    return MarkovDraft(scores, log_probs, token_ids, confidence)
+    return ConditionalDraft(scores, log_probs, token_ids, confidence)
 
 
 def markov_bias(

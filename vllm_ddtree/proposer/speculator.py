@@ -16,7 +16,7 @@ context; `_generate_draft`, which is captured in a CUDA graph, drafts and builds
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,17 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_ddtree.budget.tiers import TIERS
-from vllm_ddtree.graphs.draft import DraftGraphManager
+from vllm_ddtree.graphs.draft import ContextGraphManager, DraftGraphManager
 from vllm_ddtree.proposer.context import gather_states
 from vllm_ddtree.proposer.head import Head, make_head
-from vllm_ddtree.proposer.reach import Reach, draft_reaches, fitting, make_reaches
+from vllm_ddtree.proposer.reach import (
+    Reach,
+    context_alone,
+    draft_reaches,
+    fitting,
+    make_narrow,
+    make_reaches,
+)
 from vllm_ddtree.round import runtime
 from vllm_ddtree.tree.build import build_trees
 
@@ -40,33 +47,17 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.ddtree")
 
 LONGEST_EVERY = 16
-"""With `"budget": "auto"`, one draft in so many is of the longest reach, whatever the budget. Only
-the trees of such drafts have all the nodes by which larger budgets are estimated (round/meter.py).
+"""With `"budget": "auto"`, one draft in so many is of the longest reach, whatever the budget. So is
+the first one after plain decoding. Only the trees of such drafts have all the nodes by which larger
+budgets are estimated (round/meter.py).
 """
 
 
-def make_speculator(
-    vllm_config: VllmConfig,
-    device: torch.device,
-    check_loaded: Callable[[VllmConfig, torch.nn.Module], None],
-) -> DDTreeSpeculator:
-    """The speculator of a runner, before any weight is loaded.
-
-    Args:
-        vllm_config: the runner's.
-        device: the runner's.
-        check_loaded: (VllmConfig, drafter) -> None; raises for a loaded drafter that cannot draft.
-
-    """
-    rt = runtime.create(vllm_config, device)
-    return DDTreeSpeculator(vllm_config, device, rt, check_loaded)
-
-
 def _draft_view(vllm_config: VllmConfig) -> VllmConfig:
-    """The configuration as the draft forward sees it: block_size - 1 masked queries."""
+    """The configuration as the draft forward sees it: all tokens of the drafter's block."""
     view = copy.copy(vllm_config)
     view.speculative_config = copy.copy(vllm_config.speculative_config)
-    view.speculative_config.num_speculative_tokens = view.speculative_config.block_size - 1
+    view.speculative_config.num_speculative_tokens = view.speculative_config.draft_positions
     # The draft forward is the same for every budget.
     view.speculative_config.num_speculative_tokens_per_batch_size = None
     return view
@@ -74,6 +65,9 @@ def _draft_view(vllm_config: VllmConfig) -> VllmConfig:
 
 class DDTreeSpeculator(DFlashSpeculator):
     """Drafts a block and grows the best tree of `budget` nodes from its log-probs.
+
+    By itself it is for plain DFlash drafters. For the others it stands before vLLM's speculator of
+    their family in the order of bases, so that `super()` means that one (`conditional`).
 
     vLLM's parts take a draft's graphs from `query_cudagraph_manager`. That is the manager of the
     longest reach, except while a shorter draft is made.
@@ -100,11 +94,16 @@ class DDTreeSpeculator(DFlashSpeculator):
         spec = vllm_config.speculative_config
         self._schedule = spec.num_speculative_tokens_per_batch_size
         budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
-        positions = draft_reaches(rt.max_depth, TIERS if spec.auto_budget else budgets)
+        budgets = list(TIERS) if spec.auto_budget else budgets
+        positions = self._positions(budgets)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.reaches = make_reaches(positions, max_num_reqs, rt.top_k, device)
         """The reaches that a draft may have, the longest first."""
+        self.narrow = self._make_narrow(spec.block_size) if spec.auto_budget else None
+        """The reach of few masks; None where there is none."""
+        self.context_alone = context_alone(max_num_reqs, device) if 0 in budgets else None
+        """The reach of steps that draft nothing; None if there are none."""
         self.reach = self.reaches[0]
         """The reach of the draft in progress."""
         super().__init__(_draft_view(vllm_config), device)
@@ -115,11 +114,28 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.tree_indices = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
         """int64 [max_num_reqs], index of each request of the batch; -1 for padding and dummies."""
         self._drafts = 0
-        for reach in self.reaches:
+        for reach in self._with_graphs():
             setattr(self, reach.manager, None)
         self.head: Head | None = None
         """Made by the first (profiling) run: not while weights load, or it would sleep with them.
         """
+
+    def _positions(self, budgets: Iterable[int]) -> list[int]:
+        """Positions of the drafts that the engine may make, the longest first.
+
+        Args:
+            budgets: nodes that it may draft.
+
+        """
+        return draft_reaches(self.runtime.max_depth, budgets)
+
+    def _make_narrow(self, block_size: int) -> Reach | None:
+        """The reach of few masks; None where there is none."""
+        return make_narrow(self.reaches, block_size)
+
+    def _with_graphs(self) -> list[Reach]:
+        """All reaches, the longest first."""
+        return [*self.reaches, *filter(None, (self.narrow, self.context_alone))]
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """vLLM's drafter, checked."""
@@ -144,6 +160,13 @@ class DDTreeSpeculator(DFlashSpeculator):
         """Make vLLM's parts draft with this reach, and its graphs."""
         self.reach = reach
         self.query_cudagraph_manager = getattr(self, reach.manager)
+        masks = self._masks(reach)
+        self.num_query_per_req = 1 + masks
+        self.num_speculative_steps = 1 + masks if self.sample_from_anchor else masks
+
+    def _masks(self, reach: Reach) -> int:
+        """Masked queries of each block."""
+        return self.speculative_config.block_size - 1 if reach.masks is None else reach.masks
 
     def _choose_reach(self, num_nodes: int | None, dummy_run: bool) -> Reach:
         """The shortest reach for what the step has verified and for `num_nodes` to draft.
@@ -160,17 +183,22 @@ class DDTreeSpeculator(DFlashSpeculator):
             return self.reaches[0]
         if num_nodes > 0 and not dummy_run and self.speculative_config.auto_budget:
             self._drafts += 1
-            if self._drafts % LONGEST_EVERY == 1:
+            if self._drafts % LONGEST_EVERY == 1 or rt.step.max_verify_len == 0:
                 return self.reaches[0]
-        return fitting(self.reaches, min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1)))
+        needed = min(rt.max_depth, max(num_nodes, rt.step.max_verify_len - 1))
+        reach = fitting(self.reaches, needed)
+        if rt.narrow_asked and num_nodes > 0 and self.narrow:
+            return self.narrow if reach.positions <= self.narrow.positions else reach
+        return reach
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """Graph managers of each reach, in the mode that DFlash chooses; then the start-up line."""
         super().init_cudagraph_manager(cudagraph_mode)
         chosen = self.query_cudagraph_manager.cudagraph_mode
-        for reach in self.reaches:
-            manager = DraftGraphManager(
-                self.vllm_config, self.device, chosen, decode_query_len=self.num_query_per_req
+        for reach in self._with_graphs():
+            kind = DraftGraphManager if reach.positions else ContextGraphManager
+            manager = kind(
+                self.vllm_config, self.device, chosen, decode_query_len=1 + self._masks(reach)
             )
             setattr(self, reach.manager, manager)
         self._set_reach(self.reaches[0])
@@ -180,15 +208,17 @@ class DDTreeSpeculator(DFlashSpeculator):
         """The start-up line."""
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
-            "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
-            "attention=%s graphs=%s (verify %d tokens a request, draft %d, "
+            "method=ddtree family=%s budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
+            "attention=%s %sgraphs=%s (verify %d tokens a request, draft %d, "
             "%s positions of it, draft graphs %s)",
+            self._family_in_words(),
             self._budget_in_words(),
             spec.depth_limit,
             rt.top_k,
             spec.block_size,
             self.draft_model_config.model,
             rt.attention_words,
+            rt.state_words and f"states={rt.state_words} ",
             verify_mode.name,
             rt.num_rows,
             spec.block_size,
@@ -198,9 +228,13 @@ class DDTreeSpeculator(DFlashSpeculator):
 
     def capture(self) -> None:
         """Capture the graphs of each reach, the longest first: the others fit in its memory."""
-        for reach in self.reaches:
+        for reach in self._with_graphs():
             with self._drafting(reach):
                 super().capture()
+
+    def _family_in_words(self) -> str:
+        """The drafter's family in the start-up line."""
+        return self.speculative_config.family
 
     def _budget_in_words(self) -> str:
         """The budget of the start-up line: a number, a schedule, or auto."""
@@ -222,6 +256,8 @@ class DDTreeSpeculator(DFlashSpeculator):
 
         The signature is vLLM's (`DFlashSpeculator._generate_draft`).
         """
+        if self.reach.positions == 0:
+            return  # the graph has the drafter's context, and that is all
         hidden_states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -229,8 +265,18 @@ class DDTreeSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
+        self._grow(num_reqs, hidden_states)
+
+    def _grow(self, num_reqs: int, hidden_states: torch.Tensor) -> None:
+        """Candidates of each position, and trees.
+
+        Args:
+            num_reqs: requests, padding included.
+            hidden_states: [draft tokens, hidden size], of the draft forward.
+
+        """
         log_probs, token_ids = self._draft_candidates(num_reqs, hidden_states)
-        self._build_trees(num_reqs, log_probs, token_ids)
+        self.build_plain(num_reqs, log_probs, token_ids)
 
     def _draft_candidates(
         self, num_reqs: int, hidden_states: torch.Tensor
@@ -257,7 +303,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         return log_probs, token_ids
 
-    def _build_trees(self, num_reqs: int, log_probs: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def build_plain(self, num_reqs: int, log_probs: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Grow the trees of the batch's requests.
 
         Args:
@@ -266,20 +312,29 @@ class DDTreeSpeculator(DFlashSpeculator):
             token_ids: int64 [num_reqs, positions, top_k].
 
         """
-        rt, reach, steps = self.runtime, self.reach, self.num_speculative_steps
-        # A padded or dummy request's rows are inert: -1.
-        indices = self.tree_indices[:num_reqs]
-        indices.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
+        rt, reach = self.runtime, self.reach
         build_trees(
             log_probs,
             token_ids,
-            indices,
+            self.batch_indices(num_reqs),
             rt.trees,
             self.tree_tokens[:num_reqs],
             reach.positions,
             # Of shorter drafts the probabilities of larger trees are not known.
             rt.meter.built if reach is self.reaches[0] else None,
         )
+
+    def batch_indices(self, num_reqs: int) -> torch.Tensor:
+        """Index of each request of the batch; a padded or dummy request's rows are inert: -1."""
+        steps, indices = self.num_speculative_steps, self.tree_indices[:num_reqs]
+        indices.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
+        return indices
+
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
+        """Of the draft's attention; none where the context alone is written."""
+        if self.reach.positions == 0:
+            return {}
+        return super()._build_uniform_attn_metadata(*args, **kwargs)
 
     def _store_hidden_states(
         self,
@@ -323,12 +378,16 @@ class DDTreeSpeculator(DFlashSpeculator):
 
         """
         step = self.runtime.step
+        num_nodes = kwargs.get("num_speculative_tokens")
         if kwargs.get("skip_attn_for_dummy_run"):
             # The profiling run: with all of them, nothing is left to compile while serving.
             reaches = self.reaches
+        elif num_nodes == 0 and self.context_alone and self._context_has_graph(input_batch):
+            reaches = [self.context_alone]
+            kwargs["num_speculative_tokens"] = None  # at 0 vLLM launches kernel by kernel
         else:
-            num_nodes = kwargs.get("num_speculative_tokens")
             reaches = [self._choose_reach(num_nodes, kwargs.get("dummy_run", False))]
+            self.runtime.narrow_drafted = reaches[0] is self.narrow
         if aux_hidden_states and step.verified and not step.as_chains:
             input_batch, aux_hidden_states, num_rejected = self._path_to_front(
                 reaches[0], input_batch, aux_hidden_states, num_rejected
@@ -349,6 +408,15 @@ class DDTreeSpeculator(DFlashSpeculator):
         step.verified = False
         self.runtime.meter.publish()
         return self.tree_tokens[: input_batch.num_reqs]
+
+    def _context_has_graph(self, batch: InputBatch) -> bool:
+        """Whether the context that a step adds, one row a request, has a graph."""
+        if batch.num_tokens != batch.num_reqs or self.dp_size > 1 or self.context_alone is None:
+            return False
+        if getattr(self, "_aux_staging", None) is None:
+            return False
+        manager = getattr(self, self.context_alone.manager)
+        return isinstance(manager, ContextGraphManager) and manager.holds(batch.num_reqs)
 
     def _path_to_front(
         self,

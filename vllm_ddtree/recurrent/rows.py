@@ -16,8 +16,11 @@ from vllm.triton_utils import tl, triton
 if TYPE_CHECKING:
     from vllm_ddtree.round.trees import TreeBuffers
 
-BLOCK_ROWS = 64
-"""Rows of a tree that the verify kernel takes at once."""
+BLOCK_ROWS = 32
+"""Rows of a tree that the verify kernel takes at once.
+
+Products of 64 rows go to Hopper's warp-group instructions, and with those Triton 3.6 gave wrong
+outputs here; 32 rows do not."""
 
 
 class RecurrentRows:
@@ -50,6 +53,8 @@ class RecurrentRows:
         self.max_tree_rows = max_tree_rows
         self.starts = zeros(max_num_reqs)
         """int32 [max_num_reqs], number of each request's root."""
+        self.lens = zeros(max_num_reqs)
+        """int32 [max_num_reqs], tree rows of each request; 0 without a tree."""
         self.taps = zeros(max_tree_rows, width - 1)
         """int32 [max_tree_rows, width - 1], the rows a row's convolution reads, nearest first: a
         row of the same tree, or -1 - j for the j-th newest committed input."""
@@ -89,6 +94,8 @@ def prepare_recurrent_rows(
     tail_lens: torch.Tensor,
     num_reqs: int,
     num_tree_rows: int,
+    num_reqs_padded: int | None = None,
+    cut: bool = False,
 ) -> None:
     """Fill `rows` for this batch, in one launch and without a host synchronisation.
 
@@ -97,29 +104,35 @@ def prepare_recurrent_rows(
         rows: what is filled.
         idx_mapping: int64 [num_reqs or more], index of each request; not read without a tree.
         tail_lens: int32 [num_reqs or more], tree rows of each request, 0 without a tree.
-        num_reqs: requests of the batch; those after it (a graph's padding) have no tree.
+        num_reqs: requests of the batch.
         num_tree_rows: sum of `tail_lens`, as the host knows it.
+        num_reqs_padded: `num_reqs` and a graph's padding, which has no tree; if not given, there
+            is no padding.
+        cut: whether trees that do not fit are left out. vLLM's warm-up has such steps.
 
     Raises:
-        ValueError: the step has more tree rows than the buffers.
+        ValueError: the step has more tree rows than the buffers, and `cut` is not given.
 
     """
-    if num_tree_rows > rows.max_tree_rows:
+    if num_tree_rows > rows.max_tree_rows and not cut:
         raise ValueError(
             f"{num_tree_rows} tree rows in a step exceed the {rows.max_tree_rows} that recurrent "
             "layers can hold"
         )
-    if num_reqs == 0:
+    num_reqs_padded = max(num_reqs, num_reqs_padded or 0)
+    if num_reqs_padded == 0:
         return
-    _prepare_kernel[(num_reqs,)](
+    _prepare_kernel[(num_reqs_padded,)](
         trees.parents,
         trees.masks,
         idx_mapping,
         tail_lens,
         rows.starts,
+        rows.lens,
         rows.taps,
         rows.levels,
         num_reqs,
+        rows.max_tree_rows,
         NUM_ROWS=trees.parents.shape[1],
         NUM_WORDS=trees.masks.shape[2],
         TAPS=rows.width - 1,
@@ -130,16 +143,18 @@ def prepare_recurrent_rows(
 
 
 # The count changes every round: specialising on it would compile during serving.
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs", "max_tree_rows"])
 def _prepare_kernel(
     parents_ptr,  # [S, NUM_ROWS]
     masks_ptr,  # [S, NUM_ROWS, NUM_WORDS]
     idx_mapping_ptr,  # [num_reqs]
     tail_lens_ptr,  # [num_reqs]
     starts_ptr,  # [max_num_reqs]
+    lens_ptr,  # [max_num_reqs]
     taps_ptr,  # [max_tree_rows, TAPS]
     levels_ptr,  # [max_tree_rows]
     num_reqs,
+    max_tree_rows,
     NUM_ROWS: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     TAPS: tl.constexpr,
@@ -153,7 +168,9 @@ def _prepare_kernel(
     start = tl.sum(tl.where(reqs < req, lens, 0), 0)
     tl.store(starts_ptr + req, start)
 
-    tail_len = tl.load(tail_lens_ptr + req)
+    tail_len = tl.load(tail_lens_ptr + req, mask=req < num_reqs, other=0)
+    tail_len = tl.where(start + tail_len <= max_tree_rows, tail_len, 0)
+    tl.store(lens_ptr + req, tail_len)
     if tail_len == 0:
         return
     first_row = tl.load(idx_mapping_ptr + req).to(tl.int64) * NUM_ROWS

@@ -19,6 +19,7 @@ class RoundKind(IntEnum):
     NO_DRAFTS = 6
     CHOSEN = 7
     REFUSED = 8
+    PLAIN_FASTER = 9
 
 
 LABELS: dict[RoundKind, tuple[str, str]] = {
@@ -31,6 +32,7 @@ LABELS: dict[RoundKind, tuple[str, str]] = {
     RoundKind.NO_DRAFTS: ("none", "no drafts"),
     RoundKind.CHOSEN: ("chain", "faster"),
     RoundKind.REFUSED: ("none", "drafts refused"),
+    RoundKind.PLAIN_FASTER: ("none", "plain decoding is faster"),
 }
 """(form, reason) of the metrics' labels."""
 

@@ -47,3 +47,12 @@ class Paths:
     def part(self, start: int, end: int) -> Paths:
         """The paths of requests `start` to `end` of the batch."""
         return Paths(self.rows[start:end], self.lens[start:end], self.gather_index)
+
+    def to_front(self, by_row: torch.Tensor) -> torch.Tensor:
+        """A new tensor in which each path's entries come first among those of its request.
+
+        Args:
+            by_row: [num_tokens, ...], by row of the batch, after its walk.
+
+        """
+        return by_row[self.gather_index[: by_row.shape[0]]]

@@ -57,6 +57,7 @@ def plan_step(
 
     """
     most = int(num_logits.max())
+    tree_lens = np.where(num_logits > 1, num_logits, 0)
     has_plain_rows = bool((num_logits != num_rows).any() or (num_logits == 1).any())
     mixed = has_plain_rows and most > 1 and not in_graph
     small = mixed and num_tokens < mixed_tree_tokens
@@ -65,7 +66,8 @@ def plan_step(
         # A tree of one node is a chain.
         has_trees=most > 2 and not as_chains,
         max_verify_len=int(num_rows[num_logits > 1].max(initial=0)),
-        num_tree_rows=int(num_logits[num_logits > 1].sum()),
+        num_tree_rows=int(tree_lens.sum()),
+        tree_lens=tree_lens,
         as_chains=as_chains,
         has_plain_rows=has_plain_rows,
         in_graph=in_graph,

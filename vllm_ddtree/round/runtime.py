@@ -42,10 +42,18 @@ class Runtime:
     """What the rounds have shown so far."""
     chains_asked: bool = False
     """Whether the scheduler (or a capture) wants the step's trees verified as chains."""
+    narrow_asked: bool = False
+    """Whether the scheduler wants the step to draft with few masks."""
+    narrow_drafted: bool = False
+    """Whether the latest trees were drafted with few masks."""
+    fitted: bool = False
+    """Whether the scheduler has seen to it that the step's trees fit; not so in warm-up steps."""
     step: Step = field(default_factory=Step)
     """The step in progress, as the host knows it."""
     attention_words: str = ""
     """How the target verifies (start-up line)."""
+    state_words: str = ""
+    """What the states of its recurrent layers cost (start-up line); empty without such layers."""
 
     @property
     def num_rows(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from vllm_ddtree.round.kinds import RoundKind, StepKinds
@@ -24,6 +25,8 @@ class Step:
     """Rows of the longest request that verifies drafts, rows before its tree included; 0: none."""
     num_tree_rows: int = 0
     """Rows of all trees."""
+    tree_lens: np.ndarray | None = None
+    """int [num_reqs], tree rows of each request; 0 without a tree."""
     as_chains: bool = False
     """Whether the trees of the batch are turned into chains."""
     has_plain_rows: bool = True

@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     gather_draft_sampled,
@@ -79,6 +79,31 @@ class _Chunk:
         return cls(slice(start, end), slice(first, last), layout)
 
 
+@dataclass
+class _Wanted:
+    """What a batch's requests want to know of their tokens."""
+
+    logprobs: tuple[int, int] | None
+    """Columns of best tokens, and of `logprob_token_ids`; None: no logprobs."""
+    kept: int | None
+    """Most tokens that a row's top_k keeps; None: no sampling masks."""
+
+    @classmethod
+    def of(cls, sampler: Sampler, batch: InputBatch) -> _Wanted:
+        kept = None
+        if sampler.return_sampling_mask:
+            kept = int(sampler.sampling_states.top_k.np[batch.idx_mapping_np].max())
+        return cls(sampler.get_logprobs_dims(batch.idx_mapping_np), kept)
+
+
+@dataclass
+class _Details:
+    """What is known of a chunk's tokens besides themselves."""
+
+    logprobs: LogprobsTensors | None = None
+    masks: SamplingMaskTensors | None = None
+
+
 class TreeRejectionSampler(RejectionSampler):
     """Sample-and-follow over the trees of a batch.
 
@@ -129,10 +154,10 @@ class TreeRejectionSampler(RejectionSampler):
         num_nans = _nans(logits, batch) if self.sampler.compute_nans else None
         drafts = self._drafts(batch, invalid_drafts)
         emitted = Emitted.empty(batch.num_reqs, runtime.max_depth, logits.device)
-        logprobs_dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np)
-        logprobs = [
+        wanted = _Wanted.of(self.sampler, batch)
+        details = [
             self._verify_requests(
-                logits, batch, _Chunk.of(batch, *requests), drafts, emitted, logprobs_dims
+                logits, batch, _Chunk.of(batch, *requests), drafts, emitted, wanted
             )
             for requests in _chunks(batch, logits)
         ]
@@ -149,7 +174,8 @@ class TreeRejectionSampler(RejectionSampler):
             self._writer.step(runtime, batch, emitted, num_sampled, prefill_lens)
         return TreeSamplerOutput(
             sampled_token_ids=emitted.tokens_and_facts,
-            logprobs_tensors=_join(logprobs, batch.cu_num_logits_np),
+            logprobs_tensors=_join([d.logprobs for d in details], batch.cu_num_logits_np),
+            sampling_mask_tensors=_join_masks([d.masks for d in details]),
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
@@ -177,21 +203,27 @@ class TreeRejectionSampler(RejectionSampler):
         chunk: _Chunk,
         drafts: _Drafts,
         emitted: Emitted,
-        logprobs_dims: tuple[int, int] | None,
-    ) -> LogprobsTensors | None:
-        """The stages for one chunk of the batch: sample, walk, logprobs.
+        wanted: _Wanted,
+    ) -> _Details:
+        """The stages for one chunk of the batch: sample, walk, details.
 
         A function of its own, so that a chunk's processed logits are freed before the next one's
         are made.
         """
-        with_logprobs = logprobs_dims is not None
-        choices, processed = self._sample(logits, batch, chunk, drafts, with_logprobs)
+        dims = wanted.logprobs
+        choices, processed = self._sample(logits, batch, chunk, drafts, dims is not None)
         self._walk(choices, chunk, drafts, emitted)
-        if logprobs_dims is None:
-            return None
-        use_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
-        scored = processed if use_processed else logits[chunk.logits]
-        return self._logprobs(scored, choices, batch, chunk, logprobs_dims)
+        if dims is None and wanted.kept is None:
+            return _Details()
+        rows = self._path_rows(chunk, choices)
+        logprobs = masks = None
+        if dims is not None:
+            use_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+            scored = processed if use_processed else logits[chunk.logits]
+            logprobs = self._logprobs(scored[rows], choices[rows], batch, chunk, dims)
+        if wanted.kept is not None:
+            masks = self._masks(processed[rows], chunk, emitted, wanted.kept)
+        return _Details(logprobs, masks)
 
     def _sample(
         self,
@@ -232,13 +264,22 @@ class TreeRejectionSampler(RejectionSampler):
             chunk.layout,
             rt.paths.part(start, end),
             emitted.part(start, end),
-            rt.meter.verified(rt.trees, rt.step.as_chains),
+            rt.meter.verified(rt.trees, rt.step.as_chains, rt.narrow_drafted),
+        )
+
+    def _path_rows(self, chunk: _Chunk, choices: torch.Tensor) -> torch.Tensor:
+        """int64 [rows], after a chunk's walk: the rows of each request's path, then any."""
+        start, end = chunk.requests.start, chunk.requests.stop
+        return path_logit_rows(
+            self.runtime.paths.part(start, end),
+            chunk.layout.cu_num_logits[: end - start + 1],
+            torch.empty(choices.shape[0], dtype=torch.int64, device=choices.device),
         )
 
     def _logprobs(
         self,
         scored: torch.Tensor,
-        choices: torch.Tensor,
+        chosen: torch.Tensor,
         batch: InputBatch,
         chunk: _Chunk,
         dims: tuple[int, int],
@@ -246,31 +287,46 @@ class TreeRejectionSampler(RejectionSampler):
         """Logprobs of a chunk's emitted tokens, each from the row that chose it.
 
         Args:
-            scored: float [rows, vocab], the logits that logprobs are made of.
-            choices: int64 [rows].
+            scored: float [rows, vocab], the logits that logprobs are made of, a path's first.
+            chosen: int64 [rows], the choices in the same order.
             batch: the step's batch.
-            chunk: of the batch, after its walk.
+            chunk: of the batch.
             dims: columns of best tokens, and of `logprob_token_ids`.
 
         """
         start, end = chunk.requests.start, chunk.requests.stop
-        num_reqs, num_rows = end - start, choices.shape[0]
-        rows = path_logit_rows(
-            self.runtime.paths.part(start, end),
-            chunk.layout.cu_num_logits[: num_reqs + 1],
-            torch.empty(num_rows, dtype=torch.int64, device=choices.device),
-        )
         cu_num_logits = batch.cu_num_logits_np[start : end + 1] - chunk.logits.start
         # Not vLLM's `_get_logprobs_tensors`, which leaves out `logprob_token_ids`.
         return compute_topk_scores(
-            scored[rows],
+            scored,
             dims[0],
-            choices[rows],
-            cu_num_logits.tolist() if num_rows != num_reqs else None,
+            chosen,
+            cu_num_logits.tolist() if scored.shape[0] != end - start else None,
             logprob_token_ids_state=self.sampler.logprob_token_ids_state,
             expanded_idx_mapping=batch.expanded_idx_mapping[chunk.logits],
             max_per_req_token_ids=dims[1],
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+    def _masks(
+        self, processed: torch.Tensor, chunk: _Chunk, emitted: Emitted, kept: int
+    ) -> SamplingMaskTensors:
+        """The tokens among which each emitted token of a chunk was sampled.
+
+        Args:
+            processed: float [rows, vocab], logits after processing, a path's rows first.
+            chunk: of the batch.
+            emitted: of the batch, after the chunk's walk.
+            kept: most tokens that a row keeps.
+
+        """
+        start, end = chunk.requests.start, chunk.requests.stop
+        return SamplingMaskTensors.from_logits(
+            processed,
+            chunk.layout.cu_num_logits[: end - start + 1],
+            emitted.num_sampled[start:end],
+            kept,
+            self.runtime.max_depth + 1,
         )
 
 
@@ -304,3 +360,11 @@ def _join(
     if len(there) < 2:
         return there[0] if there else None
     return LogprobsTensors.cat(there, cu_num_generated_tokens=cu_num_logits.tolist())
+
+
+def _join_masks(chunks: list[SamplingMaskTensors | None]) -> SamplingMaskTensors | None:
+    """Sampling masks of the whole batch, None without any."""
+    there = [chunk for chunk in chunks if chunk is not None]
+    if len(there) < 2:
+        return there[0] if there else None
+    return SamplingMaskTensors.cat(there)

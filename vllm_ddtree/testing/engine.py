@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-Prompt: TypeAlias = "str | Sequence[int]"
+Prompt: TypeAlias = "str | Sequence[int] | dict[str, Any]"
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,16 @@ def generate(
     on_tokens: Callable[[int], object] | None = None,
     on_output: Callable[[RequestOutput], object] | None = None,
 ) -> Result:
-    """Completes all prompts (text or token ids) at once, with one SamplingParams or one a prompt.
+    """Completes all prompts at once, with one SamplingParams or one a prompt.
+
+    A prompt is text, token ids, or vLLM's own dict (with images, say).
 
     `on_tokens` is called with the number of new tokens after every step of the engine; the engine
     must then run in this process and every request have one sample. `on_output` is called with
     every output of a step; the request's id is the prompt's place. Prefix caching, if on, sees what
     earlier calls left.
     """
-    inputs = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
+    inputs = [p if isinstance(p, (str, dict)) else {"prompt_token_ids": [*p]} for p in prompts]
     before, start = Counters.read(llm), time.perf_counter()
     if on_tokens is None and on_output is None:
         params = (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turning a verify step's trees into chains: the drafter's most probable token at every depth.
 
-On a chain every row sees all rows before it, so such a step is verified by a backend's own causal
-attention, at the cost of vLLM's DFlash chain.
+On a chain every row sees all rows before it, so attention verifies such a step causally, with a
+backend's own kernels, at the cost of vLLM's DFlash chain. Recurrent layers read the masks.
 """
 
 import torch
@@ -15,12 +15,12 @@ from vllm_ddtree.round.trees import TreeBuffers
 def as_chains(trees: TreeBuffers, layout: Layout, input_ids: torch.Tensor, max_depth: int) -> None:
     """Lay each request's chain in its tree's rows: row i verifies the token of depth i.
 
-    Rows deeper than `max_depth` stay as they are and lead nowhere. Requests that verify their chain
-    alone (`trees.chain_only`) have a chain already and are left alone. No host synchronisation.
+    Rows deeper than `max_depth` keep their tokens and lead nowhere. Requests that verify their
+    chain alone (`trees.chain_only`) have a chain already and are left alone. No host
+    synchronisation.
 
     Args:
-        trees: `parents` and `depths` of the batch's requests are rewritten. Their masks are not,
-            since causal attention reads none.
+        trees: `parents`, `depths` and `masks` of the batch's requests are rewritten.
         layout: requests of the batch.
         input_ids: int32 [num_tokens or more], in/out, token of each batch row.
         max_depth: deepest node of a chain.
@@ -36,8 +36,10 @@ def as_chains(trees: TreeBuffers, layout: Layout, input_ids: torch.Tensor, max_d
         input_ids,
         trees.parents,
         trees.depths,
+        trees.masks,
         max_depth,
         NUM_ROWS=trees.num_rows,
+        NUM_WORDS=trees.num_words,
         BLOCK=triton.next_power_of_2(trees.num_rows),
         num_warps=1,
     )
@@ -54,8 +56,10 @@ def _as_chains_kernel(
     input_ids_ptr,  # [num_tokens]
     parents_ptr,  # int32 [S, NUM_ROWS]
     depths_ptr,  # int32 [S, NUM_ROWS]
+    masks_ptr,  # int32 [S, NUM_ROWS, NUM_WORDS]
     max_depth,
     NUM_ROWS: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     req = tl.program_id(0).to(tl.int64)
@@ -72,3 +76,11 @@ def _as_chains_kernel(
         rows = index * NUM_ROWS + row
         tl.store(parents_ptr + rows, tl.where(on_chain, row - 1, -1), mask=is_node)
         tl.store(depths_ptr + rows, tl.where(on_chain, row, 1), mask=is_node)
+        for word in tl.static_range(NUM_WORDS):
+            # All rows up to this one; a row that leads nowhere sees the root and itself.
+            up_to = tl.minimum(tl.maximum(row + 1 - 32 * word, 0), 32)
+            before = tl.where(up_to == 32, -1, (1 << (up_to % 32)) - 1)
+            own = tl.where(row // 32 == word, 1 << (row % 32), 0)
+            alone = own | (1 if word == 0 else 0)
+            mask = tl.where(on_chain, before, alone)
+            tl.store(masks_ptr + rows * NUM_WORDS + word, mask, mask=is_node)

@@ -69,7 +69,9 @@ def prepare_interpreter() -> None:
 
 
 def _apply() -> None:
-    from ddtree_testbed import engine
+    from ddtree_testbed import engine, recurrent, vision
 
+    vision.stand_in()
     engine.patch()
+    recurrent.patch()
     prepare_interpreter()

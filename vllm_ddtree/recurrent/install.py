@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give the target's recurrent layers their tree-aware core and metadata.
+
+Runs after the weights are loaded, before vLLM asks the layers for their states' sizes, measures
+memory and makes attention groups.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
+
+from vllm_ddtree.recurrent.forward import tree_core
+from vllm_ddtree.recurrent.metadata import tree_backend
+from vllm_ddtree.recurrent.target import RecurrentTarget
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_ddtree.round.runtime import Runtime
+
+
+def recurrent_layers(vllm_config: VllmConfig) -> dict[str, MambaBase]:
+    """A model's recurrent layers by name. Drafters have none."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)}
+
+
+def install_recurrent(
+    vllm_config: VllmConfig, runtime: Runtime, device: torch.device
+) -> RecurrentTarget | None:
+    """Make every recurrent layer of the target tree-aware.
+
+    Each of them can verify trees: `config.loaded_target.check_loaded_target` has looked at it.
+
+    Args:
+        vllm_config: the engine's.
+        runtime: the engine's.
+        device: of the worker.
+
+    Returns:
+        The layers together; None if the target has none.
+
+    """
+    layers = recurrent_layers(vllm_config)
+    if not layers:
+        return None
+    for layer in layers.values():
+        # A layer widens its states by this number. Ours need no room for drafts.
+        layer.num_spec = 0
+        # Else vLLM goes past `_forward_core`, to a kernel for its own chains.
+        layer.enable_fused_gdn_spec_decode = False
+        layer.gdn_decode_kernel = "triton"
+    target = RecurrentTarget(vllm_config, layers, runtime, device)
+    for name, layer in layers.items():
+        layer.tree_target = target
+        layer.get_attn_backend = lambda: tree_backend(GDNAttentionBackend)
+        layer._forward_core = tree_core(name, layer._forward_core, target)
+    return target
