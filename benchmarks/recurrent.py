@@ -35,7 +35,7 @@ import torch
 from vllm_ddtree.recurrent.commit import StateCommit
 from vllm_ddtree.recurrent.inputs import tree_inputs
 from vllm_ddtree.recurrent.layer import RecurrentLayer
-from vllm_ddtree.recurrent.rows import RecurrentRows, TreeStep, prepare_recurrent_rows
+from vllm_ddtree.recurrent.rows import BLOCK_ROWS, RecurrentRows, TreeStep, prepare_recurrent_rows
 from vllm_ddtree.recurrent.stash import Stash
 from vllm_ddtree.recurrent.verify import tree_delta_rule
 from vllm_ddtree.round.trees import TreeBuffers
@@ -130,7 +130,9 @@ def make_cases(
     inputs = normal(total, s.channels + s.heads * s.value_dim)[:, : s.channels]
     a, b = normal(total, s.heads), normal(total, s.heads)
     qkv, out = normal(total, s.channels), normal(total, s.heads, s.value_dim)
-    updates = torch.empty(total, s.heads, s.value_dim, device=device) if num_rows > 64 else None
+    updates = None
+    if num_rows > BLOCK_ROWS:
+        updates = torch.empty(total, s.heads, s.value_dim, device=device)
     commit = StateCommit(layers, stash, [0] * s.layers)
     index = torch.arange(batch, device=device)
     length = min(accepted, depth + 1, num_rows)

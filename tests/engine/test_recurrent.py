@@ -338,7 +338,9 @@ def test_forms_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cost, "measure", measured)
     monkeypatch.setattr(DDTreeSpeculator, "propose", proposed)
-    monkeypatch.setattr(auto.AutoBudget, "choice", lambda self, n: (7, next(order)))
+    turn = [next(order)]
+    monkeypatch.setattr(auto.AutoBudget, "choice", lambda *_: auto.Choice(7, turn[0]))
+    monkeypatch.setattr(auto.Tries, "step", lambda _: turn.__setitem__(0, next(order)))
     chosen = pair("qwen3_5")
     known = [p + t for p, t in zip(SHORT, plain("qwen3_5").token_ids, strict=True)]
     spec = {"method": "ddtree", "model": str(chosen.drafter), "budget": "auto"}

@@ -20,7 +20,7 @@ from vllm_ddtree.recurrent import reference
 from vllm_ddtree.recurrent.commit import BlockMoves, StateCommit
 from vllm_ddtree.recurrent.inputs import tree_inputs
 from vllm_ddtree.recurrent.layer import RecurrentLayer
-from vllm_ddtree.recurrent.rows import RecurrentRows, TreeStep, prepare_recurrent_rows
+from vllm_ddtree.recurrent.rows import BLOCK_ROWS, RecurrentRows, TreeStep, prepare_recurrent_rows
 from vllm_ddtree.recurrent.stash import Stash
 from vllm_ddtree.recurrent.verify import tree_delta_rule
 
@@ -215,7 +215,7 @@ class Step:
         s = self.sizes
         out = torch.full((len(qkv), s.heads, s.value_dim), NAN, dtype=s.dtype)
         updates = None
-        if self.max_tail > 64:
+        if self.max_tail > BLOCK_ROWS:
             updates = torch.full((self.num_tree_rows, s.heads, s.value_dim), NAN)
         gates = self.stash[index].gates
         tree_delta_rule(layer, self.tree_step, qkv, gates, out, updates, block_v)

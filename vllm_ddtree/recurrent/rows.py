@@ -16,8 +16,11 @@ from vllm.triton_utils import tl, triton
 if TYPE_CHECKING:
     from vllm_ddtree.round.trees import TreeBuffers
 
-BLOCK_ROWS = 64
-"""Rows of a tree that the verify kernel takes at once."""
+BLOCK_ROWS = 32
+"""Rows of a tree that the verify kernel takes at once.
+
+Products of 64 rows go to Hopper's warp-group instructions, and with those Triton 3.6 gave wrong
+outputs here; 32 rows do not."""
 
 
 class RecurrentRows:
