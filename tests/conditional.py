@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.conftest import NANO, Pair
+from tests.oracle.qwen3 import read_weights
 
 MASK = "mask_embedding.pt"
 NEVER = 5
@@ -38,7 +39,7 @@ class Checkpoint:
     def __init__(self, pair: Pair, seed: int) -> None:
         self.pair = pair
         self.config: dict[str, Any] = json.loads((pair.drafter / "config.json").read_text())
-        self.weights = load_file(pair.drafter / "model.safetensors")
+        self.weights = read_weights(pair.drafter)
         self.generator = torch.Generator().manual_seed(seed)
         self.hidden: int = self.config["hidden_size"]
         self.vocab: int = self.config["vocab_size"]
@@ -159,7 +160,7 @@ def dspark(
         "tie_word_embeddings": False,
     }
     # vLLM reads no mask_embedding.pt for DSpark.
-    target = load_file(pair.target / "model.safetensors")["model.embed_tokens.weight"]
+    target = read_weights(pair.target)["model.embed_tokens.weight"]
     embeddings, mask = target.clone(), torch.load(pair.drafter / MASK)
     embeddings[dflash["mask_token_id"]] = (
         mask["embedding"] if isinstance(mask, dict) else mask

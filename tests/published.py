@@ -34,6 +34,7 @@ class Published(NamedTuple):
 
 
 def _qwen3(**keys: Any) -> dict[str, Any]:
+    keys = {"max_position_embeddings": 40960, **keys}
     return {"model_type": "qwen3", "hidden_act": "silu", "head_dim": 128, **keys}
 
 

@@ -118,6 +118,18 @@ def test_refusals(
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("family", "key"), [("DSpark", "markov_rank"), ("DFlash2", "selector_rank")]
+)
+def test_a_head_under_a_plain_name(
+    drafters: dict[str, Path], tmp_path: Path, family: str, key: str
+) -> None:
+    """vLLM's method "dflash" knows nothing of it."""
+    drafter = edited(drafters[family], tmp_path / "drafter", architectures=["DFlashDraftModel"])
+    message = refusal(lambda: build({"model": str(drafter)}))
+    assert f"({key}); vLLM would draft without it" in message
+
+
 def test_vllms_other_name(drafters: dict[str, Path], tmp_path: Path) -> None:
     drafter = edited(drafters["DSpark"], tmp_path / "drafter", architectures=["DSparkDraftModel"])
     assert build({"model": str(drafter)}).speculative_config.family == "DSpark"

@@ -64,7 +64,7 @@ KINDS = {
     "dspark": Kind(DSPARK, DSpark, STILL),
     "dspark-confidence": Kind(with_keys(DSPARK, confidence=True), DSpark),
     "dspark-anchor": Kind(with_keys(DSPARK, from_anchor=True, confidence=False), DSpark),
-    "dspark-vocabulary": Kind(with_keys(DSPARK, vocabulary=2000), DSpark, STILL),
+    "dspark-vocabulary": Kind(with_keys(DSPARK, vocabulary=2000), DSpark),
     "lilicorr": Kind(conditional.lilicorr, LiLiCorr),
 }
 

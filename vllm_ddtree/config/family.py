@@ -15,6 +15,9 @@ from vllm_ddtree.config.errors import bad_key
 from vllm_ddtree.config.keys import MAX_TOP_K, is_whole
 from vllm_ddtree.integration import Family, families
 
+HEADS = {"markov_rank": "Markov head", "selector_rank": "candidate selector"}
+"""Keys of heads that plain DFlash does not have."""
+
 
 def family_of(model: str, revision: str | None) -> Family:
     """The family of a drafter; plain DFlash where its config.json tells nothing else.
@@ -70,6 +73,9 @@ def _mismatched(checkpoint: dict[str, Any], family: Family) -> Iterator[str]:
     nested = checkpoint.get("dflash_config")
     nested = nested if isinstance(nested, dict) else {}
     for section in (checkpoint, nested):
+        for key, head in HEADS.items():
+            if family is Family.DFLASH and section.get(key):
+                yield f"give a plain DFlash drafter, not one with a {head} ({key})"
         projector = section.get("projector_type")
         if projector is not None and projector != family.value.lower():
             yield (f"give a plain {family.value} drafter, not one of projector_type={projector!r}")
