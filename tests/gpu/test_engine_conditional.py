@@ -18,7 +18,7 @@ from tests import conditional
 from tests.conftest import Pair
 from tests.engine.harness import PROMPTS
 from tests.gpu.engines import ENGINE, GRAPHS, check_gaps, gaps, serve, spec
-from vllm_ddtree.testing.engine import generate, open_engine
+from vllm_ddtree.testing.engine import generate, open_engine, run_engine
 
 Maker = Callable[..., Pair]
 KINDS: dict[str, Maker] = {
@@ -28,14 +28,28 @@ KINDS: dict[str, Maker] = {
     "dspark-confidence": functools.partial(conditional.dspark, size=0.5, confidence=True),
     "dspark-anchor": functools.partial(conditional.dspark, from_anchor=True),
 }
+"""The last one knows the pairs of tokens of the target's own texts: its backbone drafts one place
+late."""
 LENGTH = 120
 EQUAL = 0.95
 """Least share of equal draft tokens: rounding in bfloat16 decides near-ties otherwise."""
 
 
+@functools.cache
+def texts(pair: Pair) -> list[list[int]]:
+    """Prompts and the target's own greedy continuations."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+    result = run_engine(pair.target, None, PROMPTS, params, **{**ENGINE, "enforce_eager": True})
+    outputs = zip(result.outputs, result.token_ids, strict=True)
+    return [[*(output.prompt_token_ids or ()), *tokens] for output, tokens in outputs]
+
+
 @pytest.fixture(params=list(KINDS))
 def pair(request: pytest.FixtureRequest, tmp_path: Path, small_pair: Pair) -> Pair:
-    return KINDS[request.param](tmp_path, small_pair)._replace(name=request.param)
+    keys = {"follow": texts(small_pair)} if request.param == "dspark-anchor" else {}
+    return KINDS[request.param](tmp_path, small_pair, **keys)._replace(name=request.param)
 
 
 @pytest.mark.parametrize("keys", [{}, {"conditional": False}], ids=["conditional", "unary"])
