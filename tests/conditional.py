@@ -7,8 +7,10 @@ exactly the plain drafter's.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.conftest import NANO, Pair
 from tests.oracle.qwen3 import read_weights
 
 MASK = "mask_embedding.pt"
+FOLLOW = 12.0
+"""Logits that a known pair of tokens adds."""
 NEVER = 5
 """A special token, which nobody ever writes."""
 LILICORR: dict[str, Any] = {
@@ -128,6 +132,7 @@ def dspark(
     confidence: bool | None = None,
     from_anchor: bool = False,
     vocabulary: int | None = None,
+    follow: Sequence[Sequence[int]] = (),
     seed: int = 0,
 ) -> Pair:
     """A DSpark drafter in the layout of DeepSeek's checkpoints.
@@ -140,12 +145,15 @@ def dspark(
         rank: of the Markov head.
         confidence: None: no confidence head, else whether it reads the token before.
         from_anchor: whether the anchor's row drafts the first token. The plain drafter was not
-            trained so: what it drafts is then one place late, and seldom right.
+            trained so: what it drafts is then one place late, and seldom right without `follow`.
         vocabulary: tokens of a draft vocabulary, the target's first ones but `NEVER`; None: all.
+        follow: texts whose pairs of tokens the Markov head knows, instead of random ones.
         seed: of the random weights.
 
     """
     assert not conv
+    known = sorted({token for text in follow for token in text[:-1]})
+    rank = max(rank, len(known))
     made = Checkpoint(pair, seed)
     dflash = made.config.pop("dflash_config")
     made.config |= {
@@ -175,6 +183,15 @@ def dspark(
         made.weights["d2t"] = kept - torch.arange(vocabulary)
     made.weights["markov_head.markov_w1.weight"] = made.random(made.vocab, rank)
     made.weights["markov_head.markov_w2.weight"] = made.random(output, rank, std=size * rank**-0.5)
+    if follow:
+        before, after = torch.zeros(made.vocab, rank), torch.zeros(output, rank)
+        for place, token in enumerate(known):
+            before[token, place] = 1.0
+        for text in follow:
+            for token, other in itertools.pairwise(text):
+                after[other, known.index(token)] = FOLLOW
+        made.weights["markov_head.markov_w1.weight"] = before
+        made.weights["markov_head.markov_w2.weight"] = after
     if confidence is not None:
         width = made.hidden + (rank if confidence else 0)
         made.weights["confidence_head.proj.weight"] = made.random(1, width, std=width**-0.5)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conditional drafters over two ranks: the same trees on both, the rounds of one rank.
 
-Every rank finds the candidates of its half of the vocabulary and scores those of all. DSpark takes
-them from the logits of all.
+Every rank finds the candidates of its half of the vocabulary and scores those of all.
 """
 
 from __future__ import annotations
@@ -26,9 +25,17 @@ ENGINE: dict[str, Any] = {
 }
 
 
+def head_name(worker: Any) -> str:
+    return type(worker.model_runner.speculator.head).__name__
+
+
+def reduced(folder: Path) -> Pair:
+    return conditional.dspark(folder, vocabulary=2000)
+
+
 @pytest.mark.parametrize(
     "make",
-    [conditional.dflash2, conditional.lilicorr, conditional.dspark],
+    [conditional.dflash2, conditional.lilicorr, conditional.dspark, reduced],
     ids=lambda f: f.__name__,
 )
 def test_same_tokens_and_rounds_as_one_rank(make: Callable[..., Pair], tmp_path: Path) -> None:
@@ -42,7 +49,9 @@ def test_same_tokens_and_rounds_as_one_rank(make: Callable[..., Pair], tmp_path:
         llm.collective_rpc(record)
         result = generate(llm, prompts, params)
         assert rounds(llm) > 5
-        if make is not conditional.dspark:
+        if make in (conditional.dspark, reduced):
+            assert llm.collective_rpc(head_name) == ["ShardedHead"] * 2
+        else:
             check_heads(llm)
     assert result.token_ids == one.token_ids == plain.token_ids
     assert result.counters == one.counters

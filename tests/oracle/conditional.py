@@ -237,6 +237,15 @@ class DSpark(ConditionalDrafter):
                 chances[depth] = (features @ self.chance.T + self.chance_bias)[:, 0].sigmoid()
         return Draft(scores, unary, ids, None if self.chance is None else chances)
 
+    @torch.inference_mode()
+    def chain(self, hidden: Tensor, anchor: int) -> list[int]:
+        """vLLM's own draft: the best token of the whole vocabulary after each other."""
+        tokens = [anchor]
+        for logits in self.logits(hidden):
+            own = int((logits + self.after @ self.before[tokens[-1]]).argmax())
+            tokens.append(own if self.to_target is None else own + int(self.to_target[own]))
+        return tokens[1:]
+
 
 class LiLiCorr(ConditionalDrafter):
     """A LiLiCorrDraftModel checkpoint."""

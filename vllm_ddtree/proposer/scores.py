@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
     from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
+    from vllm_ddtree.proposer.head import ShardedHead
+
 
 def head_scores(
     speculator: DFlash2Speculator,
@@ -166,6 +168,61 @@ def dspark_draft(
         ids.flatten(0, 1),
         candidates,
     )
+    values = base.gather(-1, ids.flatten(0, 1)).float().view(shape)
+    return _markov_draft(model, hidden_states, anchor_embeds, values, log_probs, ids)
+
+
+def sharded_dspark_draft(
+    model: Qwen3DSparkForCausalLM,
+    hidden_states: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    head: ShardedHead,
+) -> ConditionalDraft:
+    """`dspark_draft` where every rank has the logits of its shard of the vocabulary.
+
+    The candidates' log-probs stand in for their logits: a constant added to a row of scores changes
+    nothing.
+
+    Args:
+        model: as in `dspark_draft`; no transform follows its logits.
+        hidden_states: as in `dspark_draft`.
+        anchor_ids: as in `dspark_draft`.
+        head: gives ids of the draft vocabulary.
+
+    """
+    shape = (*hidden_states.shape[:2], head.candidates.top_k)
+    anchor_embeds = model.markov_embed(anchor_ids)
+    log_probs = torch.empty(shape, dtype=torch.float32, device=hidden_states.device)
+    ids = torch.empty(shape, dtype=torch.int64, device=hidden_states.device)
+    head.top_k(
+        hidden_states.flatten(0, 1),
+        log_probs.flatten(0, 1),
+        ids.flatten(0, 1),
+        model.markov_bias(anchor_embeds),
+    )
+    return _markov_draft(model, hidden_states, anchor_embeds, log_probs, log_probs, ids)
+
+
+def _markov_draft(
+    model: Qwen3DSparkForCausalLM,
+    hidden_states: torch.Tensor,
+    anchor_embeds: torch.Tensor,
+    values: torch.Tensor,
+    log_probs: torch.Tensor,
+    ids: torch.Tensor,
+) -> ConditionalDraft:
+    """The draft of candidates that are known.
+
+    Args:
+        model: the drafter.
+        hidden_states: [R, D, H], the drafter's.
+        anchor_embeds: [R, rank], of the tokens before the first position.
+        values: float32 [R, D, K], logits of the candidates by themselves.
+        log_probs: float32 [R, D, K], of the candidates by themselves.
+        ids: int64 [R, D, K], of the draft vocabulary.
+
+    """
+    shape, transform = values.shape, getattr(model, "apply_output_logit_transform", None)
     token_ids = model.map_draft_to_target(ids)
     before = model.markov_embed(token_ids[:, :-1])  # [R, D - 1, K, rank]
     processor = model.logits_processor
@@ -175,7 +232,6 @@ def dspark_draft(
         processor.scale,
         processor.soft_cap,
     )
-    values = base.gather(-1, ids.flatten(0, 1)).float().view(shape)
     scores = values[:, :, None].repeat(1, 1, shape[2], 1)
     scores[:, 1:] += bias
     if transform is not None:
