@@ -5,10 +5,11 @@ usage: python -m benchmarks.serve_load TARGET DRAFTER --engines plain chain-15 t
        python -m benchmarks.serve_load TARGET --server URL ... --label NAME ... --out FOLDER
        python -m benchmarks.serve_load --merge A/load.json B/load.json --out FOLDER
 
-An engine is `plain`, `chain-K` (method dflash, K draft tokens), `chain-K-adaptive` (the same with
-vLLM 0.33's enable_adaptive_verification), `tree-B` (method ddtree, budget B), `tree-auto`, or a
-name that --specs gives a speculative_config. Its core is vLLM's usual process of its own
-(--in-process: this one).
+An engine is `plain`, `chain-K` (vLLM's own method for the drafter, K draft tokens),
+`chain-K-adaptive` (the same with vLLM 0.33's enable_adaptive_verification), `tree-B` (method
+ddtree, budget B), `unary-B` (the same with "conditional": false), `tree-auto`, or a name that
+--specs gives a speculative_config. Its core is vLLM's usual process of its own (--in-process: this
+one).
 
 One engine lives at a time. It serves every concurrency, then everything again for the next repeat.
 --cycles repeats the whole list of engines, so that a drifting machine shows. With --together all
@@ -73,18 +74,30 @@ def speculation(
     if name == "plain":
         return None, 1
     if kind == "chain" and number.isdecimal():
-        spec = {"method": "dflash", "model": drafter, "num_speculative_tokens": int(number)}
+        spec: dict[str, Any] = {"method": chain_method(drafter), "model": drafter}
+        spec["num_speculative_tokens"] = int(number)
         if adaptive:
             spec["enable_adaptive_verification"] = True
         return spec, int(number) + 1
-    if kind == "tree" and number.isdecimal() and not adaptive:
-        return {"method": "ddtree", "model": drafter, "budget": int(number)}, int(number) + 1
+    if kind in ("tree", "unary") and number.isdecimal() and not adaptive:
+        spec = {"method": "ddtree", "model": drafter, "budget": int(number)}
+        return spec | ({"conditional": False} if kind == "unary" else {}), int(number) + 1
     if name == "tree-auto":
         return {"method": "ddtree", "model": drafter, "budget": "auto"}, 0
     raise ValueError(
-        f"engine {name!r}: give plain, chain-K, chain-K-adaptive, tree-B, tree-auto or a "
-        "key of --specs"
+        f"engine {name!r}: give plain, chain-K, chain-K-adaptive, tree-B, unary-B, "
+        "tree-auto or a key of --specs"
     )
+
+
+def chain_method(drafter: str) -> str:
+    """vLLM's method for the chain of a drafter, a folder."""
+    path = Path(drafter) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    dspark = config.get("speculators_model_type") == "dspark" or any(
+        "DSpark" in architecture for architecture in config.get("architectures", [])
+    )
+    return "dspark" if dspark else "dflash"
 
 
 def engine_steps(llm: LLM) -> int:
@@ -260,7 +273,7 @@ def all_prompts(args: argparse.Namespace) -> dict[str, list[list[list[int]]]]:
 
 def loads_of(args: argparse.Namespace) -> list[tuple[str, dict[str, Any] | None, int, str]]:
     """(traffic's name in the record, SamplingParams, concurrency, traffic of the prompts)."""
-    loads = [
+    loads: list[tuple[str, dict[str, Any] | None, int, str]] = [
         (name, sampling_of(name), n, name)
         for name in args.traffic or [""]
         for n in args.concurrency

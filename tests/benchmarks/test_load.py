@@ -161,9 +161,22 @@ def test_engine_names() -> None:
     assert speculation("tree-31", "d", {})[1] == 32
     named = {"mine": {"method": "ddtree", "budget": 9}}
     assert speculation("mine", "d", named)[0] == {"method": "ddtree", "model": "d", "budget": 9}
-    for name in ("tree", "chain-x", "plain-1", "tree-7-adaptive", "plain-adaptive"):
+    for name in ("tree", "chain-x", "plain-1", "tree-7-adaptive", "plain-adaptive", "unary"):
         with pytest.raises(ValueError):
             speculation(name, "d", {})
+
+
+def test_engines_of_conditional_drafters(tmp_path: Path) -> None:
+    unary = {"method": "ddtree", "model": "d", "budget": 31, "conditional": False}
+    assert speculation("unary-31", "d", {}) == (unary, 32)
+    for config, method in (
+        ({"architectures": ["Qwen3DSparkModel"]}, "dspark"),
+        ({"architectures": ["DFlash2DraftModel"]}, "dflash"),
+        ({"architectures": ["x"], "speculators_model_type": "dspark"}, "dspark"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        spec, _ = speculation("chain-7", str(tmp_path), {})
+        assert spec is not None and spec["method"] == method
 
 
 def test_every_engine_gets_graphs_for_the_same_requests() -> None:

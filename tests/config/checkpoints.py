@@ -8,9 +8,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+DSPARK_KEYS = (
+    "markov_rank",
+    "markov_head_type",
+    "sample_from_anchor",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+
 
 def as_speculators(drafter: Path, folder: Path, verifier: Path, **changes: Any) -> Path:
-    """A DFlash drafter in the format of the speculators library, weights and all.
+    """A DFlash, DFlash2 or DSpark drafter in the format of the speculators library, with weights.
 
     As its DFlashSpeculatorConfig writes it: the decoder under `transformer_layer_config`, layer
     ids counted from the embedding, what concerns the draft at the top.
@@ -27,27 +35,41 @@ def as_speculators(drafter: Path, folder: Path, verifier: Path, **changes: Any) 
     path = folder / "config.json"
     path.chmod(0o644)
     plain = json.loads(path.read_text())
-    dflash, block_size = plain.pop("dflash_config"), plain.pop("block_size")
+    kind = {
+        "DFlashDraftModel": "dflash",
+        "DFlash2DraftModel": "dflash2",
+        "Qwen3DSparkModel": "dspark",
+    }[plain["architectures"][0]]
+    nested = ("mask_token_id", "target_layer_ids")
+    dflash = plain.pop("dflash_config", None) or {key: plain.pop(key) for key in nested}
+    block_size = plain.pop("block_size")
+    own = {key: value for key, value in dflash.items() if key not in nested}
+    for key in DSPARK_KEYS:
+        if key in plain:
+            own[key] = plain.pop(key)
     vocabulary = plain.pop("draft_vocab_size", plain["vocab_size"])
     for key in ("architectures", "num_target_layers"):
         del plain[key]
     config = {
-        "architectures": ["DFlashSpeculator"],
+        "architectures": [
+            {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}[kind] + "Speculator"
+        ],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in dflash["target_layer_ids"]],
         "block_size": block_size,
         "draft_vocab_size": vocabulary,
         "mask_token_id": dflash["mask_token_id"],
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block_size - 1}],
             "verifier": {"architectures": [], "name_or_path": str(verifier)},
         },
-        "speculators_model_type": "dflash",
+        "speculators_model_type": kind,
         "speculators_version": "0.5.0",
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "transformer_layer_config": plain,
+        **own,
         **changes,
     }
     path.write_text(

@@ -45,6 +45,7 @@ RIGHT: dict[str, Callable[[Any], bool]] = {
     "budget_per_batch_size": either(VALUES[32], VALUES[33]),
     "top_k": whole(1, 64),
     "num_speculative_tokens": whole(1, 7),
+    "conditional": lambda v: isinstance(v, bool),
     "model": either(),
     "draft_tensor_parallel_size": either(1),
     "quantization": either(),

@@ -19,8 +19,8 @@ def test_defaults() -> None:
     # Toward vLLM: a DFlash draft of as many tokens as there are nodes.
     assert spec.method == "dflash" and spec.num_speculative_tokens == 63
     assert repr(spec) == (
-        f"SpeculativeConfig(method='ddtree', model={str(DRAFTER)!r}, budget=auto, depth=7, "
-        "top_k=16, block_size=8)"
+        f"SpeculativeConfig(method='ddtree', model={str(DRAFTER)!r}, family=DFlash, budget=auto, "
+        "depth=7, top_k=16, block_size=8)"
     )
     assert "budget=31, depth" in repr(build({"budget": 31}).speculative_config)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ class Drafter:
 
     Embedding and head are the target's unless the checkpoint ships its own.
     """
+
+    first_row = 1
+    """Row of the block that drafts the first token: the first mask."""
 
     def __init__(
         self,
@@ -45,13 +48,17 @@ class Drafter:
         self.hidden_norm = weights.pop("hidden_norm.weight")
         self.norm = weights.pop("norm.weight")
         self.layers = [
-            Layer(weights, f"layers.{i}.", self.shape) for i in range(self.shape.num_layers)
+            self.make_layer(weights, f"layers.{i}.") for i in range(self.shape.num_layers)
         ]
         if weights:
             raise ValueError(f"tensors without a place: {sorted(weights)}")
 
+    def make_layer(self, weights: dict[str, Tensor], prefix: str) -> Layer:
+        """A layer; its tensors are taken out of `weights`."""
+        return Layer(weights, prefix, self.shape)
+
     @classmethod
-    def load(cls, folder: str | Path, target: Target) -> Drafter:
+    def load(cls, folder: str | Path, target: Target) -> Self:
         """Reads `config.json`, the safetensors files and, if there, `mask_embedding.pt`."""
         folder = Path(folder)
         config = json.loads((folder / "config.json").read_text())
@@ -73,12 +80,16 @@ class Drafter:
         `states` is what `Target.forward` returned for them. Each row depends on its own token's
         states only, so a prefix of the rows is the context of that prefix.
         """
-        features = torch.cat([states[i] for i in self.state_ids], dim=-1) @ self.fc.T
-        x = rms_norm(features, self.hidden_norm, self.shape.rms_norm_eps)
+        x = self.context_rows(states)
         positions = torch.arange(x.shape[0])
         return [layer.key_value(x, positions) for layer in self.layers]
 
     @torch.inference_mode()
+    def context_rows(self, states: Sequence[Tensor]) -> Tensor:
+        """float32 [n, hidden], what the drafter reads of the target's states."""
+        features = torch.cat([states[i] for i in self.state_ids], dim=-1) @ self.fc.T
+        return rms_norm(features, self.hidden_norm, self.shape.rms_norm_eps)
+
     def draft(
         self,
         context: Sequence[KeyValue],
@@ -88,7 +99,32 @@ class Drafter:
         num_masks: int | None = None,
         max_model_len: int | None = None,
     ) -> Tensor:
-        """Logits for the positions after the anchor.
+        """Logits float32 [num_masks, vocab] after the anchor; arguments as of `hidden`."""
+        hidden = self.hidden(
+            context,
+            anchor_token,
+            anchor_position,
+            num_masks=num_masks,
+            max_model_len=max_model_len,
+        )
+        return self.logits(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [..., vocab] of final hidden states float32 [..., hidden]."""
+        return hidden @ self.lm_head.T
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        context: Sequence[KeyValue],
+        anchor_token: int,
+        anchor_position: int,
+        *,
+        num_masks: int | None = None,
+        max_model_len: int | None = None,
+    ) -> Tensor:
+        """Final hidden states of the positions after the anchor.
 
         Args:
             context: from `context`; the rows before `anchor_position` are used.
@@ -99,7 +135,7 @@ class Drafter:
                 and hide keys beyond it.
 
         Returns:
-            float32 [num_masks, vocab]; row i belongs to position anchor_position + 1 + i.
+            float32 [num_masks, hidden]; row i belongs to position anchor_position + 1 + i.
         """
         n = 1 + (self.block_size - 1 if num_masks is None else num_masks)
         limit = anchor_position + n if max_model_len is None else max_model_len
@@ -109,5 +145,4 @@ class Drafter:
         for layer, (k, v) in zip(self.layers, context, strict=True):
             past = (k[:anchor_position], v[:anchor_position])
             x, _ = layer.forward(x, positions, past, visible.expand(n, -1))
-        hidden = rms_norm(x[1:], self.norm, self.shape.rms_norm_eps)
-        return hidden @ self.lm_head.T
+        return rms_norm(x[self.first_row :], self.norm, self.shape.rms_norm_eps)

@@ -117,8 +117,16 @@ class Layer:
         Returns:
             The residual stream that leaves the layer, and keys and values [m + n, ...].
         """
+        eps = self.shape.rms_norm_eps
+        out, kv = self.attention(rms_norm(x, self.input_norm, eps), positions, past, mask)
+        x = x + out
+        return x + self.mlp(rms_norm(x, self.post_attention_norm, eps)), kv
+
+    def attention(
+        self, h: Tensor, positions: Tensor, past: KeyValue | None, mask: Tensor | None
+    ) -> tuple[Tensor, KeyValue]:
+        """What attention adds to the residual stream, of normed inputs h; otherwise `forward`."""
         s = self.shape
-        h = rms_norm(x, self.input_norm, s.rms_norm_eps)
         q = (h @ self.q_proj.T).view(-1, s.num_heads, s.head_dim)
         q = self.rope(rms_norm(q, self.q_norm, s.rms_norm_eps), positions)
         k, v = self.key_value(h, positions)
@@ -129,10 +137,11 @@ class Layer:
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
-        x = x + out.flatten(1) @ self.o_proj.T
-        h = rms_norm(x, self.post_attention_norm, s.rms_norm_eps)
-        x = x + (F.silu(h @ self.gate_proj.T) * (h @ self.up_proj.T)) @ self.down_proj.T
-        return x, (k, v)
+        return out.flatten(1) @ self.o_proj.T, (k, v)
+
+    def mlp(self, h: Tensor) -> Tensor:
+        """What the MLP adds, of normed inputs h."""
+        return (F.silu(h @ self.gate_proj.T) * (h @ self.up_proj.T)) @ self.down_proj.T
 
 
 class Target:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from vllm_ddtree.tree.reference import accepted_path, build_tree
+from vllm_ddtree.tree.reference import Tree, accepted_path, build_tree
 
 from .dflash import Drafter
 from .qwen3 import Target
@@ -92,8 +92,7 @@ class Trace:
     def draft(self, position: int, num_masks: int | None, max_model_len: int | None) -> Tensor:
         """Drafter logits float32 [num_masks, vocab] after the anchor at `position`, kept."""
         num_masks = self.drafter.block_size - 1 if num_masks is None else num_masks
-        if max_model_len is not None and position + 1 + num_masks <= max_model_len:
-            max_model_len = None  # out of reach: the same draft as without a limit
+        max_model_len = self._limit(position, max_model_len, num_masks)
         key = (position, num_masks, max_model_len)
         if key not in self._logits:
             self._logits[key] = self.drafter.draft(
@@ -104,6 +103,29 @@ class Trace:
                 max_model_len=max_model_len,
             )
         return self._logits[key]
+
+    def _limit(
+        self, position: int, max_model_len: int | None, num_masks: int | None = None
+    ) -> int | None:
+        """The length limit, None where a draft does not reach it and is as without one."""
+        num_masks = self.drafter.block_size - 1 if num_masks is None else num_masks
+        if max_model_len is not None and position + 1 + num_masks <= max_model_len:
+            return None
+        return max_model_len
+
+    def grow(
+        self,
+        position: int,
+        budget: int,
+        top_k: int,
+        depth: int | None,
+        chain: bool,
+        num_masks: int,
+        max_model_len: int | None,
+    ) -> Tree:
+        """The tree whose root is at `position`; arguments as of `round`."""
+        log_probs, ids = candidates(self.draft(position, num_masks, max_model_len), top_k)
+        return build_tree(log_probs.numpy(), ids.numpy(), budget, depth, chain)
 
     def round(
         self,
@@ -131,9 +153,7 @@ class Trace:
         """
         if num_masks is None:
             num_masks = self.drafter.block_size - 1
-        logits = self.draft(position, num_masks, max_model_len)
-        log_probs, ids = candidates(logits, top_k)
-        tree = build_tree(log_probs.numpy(), ids.numpy(), budget, depth, chain)
+        tree = self.grow(position, budget, top_k, depth, chain, num_masks, max_model_len)
         tokens = [self.tokens[position], *(int(t) for t in tree.tokens[1:])]
         parents = [int(p) for p in tree.parents]
         depths = [int(d) for d in tree.depths]

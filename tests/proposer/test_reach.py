@@ -70,6 +70,7 @@ def made(auto: bool, positions: list[int], depth: int = 15) -> Any:
     )
     made.speculative_config = SimpleNamespace(auto_budget=auto, block_size=16)
     made.narrow = make_narrow(made.reaches, 16) if auto else None
+    made.sample_from_anchor = False
     made._drafts = 0
     return made
 
@@ -206,7 +207,7 @@ def test_each_reach_has_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = made(False, [15, 7, 3])
     drafts.device, drafts.num_query_per_req = DEVICE, 16
     spec = drafts.speculative_config
-    spec.depth_limit, spec.block_size, spec.budget = 15, 16, 31
+    spec.depth_limit, spec.block_size, spec.budget, spec.family = 15, 16, 31, "DFlash"
     spec.uses_dynamic_speculative_decoding = lambda: False
     rt = drafts.runtime
     rt.top_k, rt.num_rows, rt.attention_words, rt.state_words = TOP_K, 32, "", ""

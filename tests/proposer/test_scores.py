@@ -13,6 +13,7 @@ import torch
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.lilicorr import LiLiCorrHead
 from vllm.model_executor.models.qwen3_dflash2 import CandidateSelector
 from vllm.model_executor.models.qwen3_dspark import (
@@ -26,8 +27,9 @@ from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculato
 
 from tests.oracle.lattice import conditional
 from vllm_ddtree.proposer.candidates import Candidates
+from vllm_ddtree.proposer.head import WholeHead
+from vllm_ddtree.proposer.logits import logits_processor
 from vllm_ddtree.proposer.scores import (
-    candidate_processor,
     conditional_log_probs,
     dspark_draft,
     head_scores,
@@ -308,10 +310,36 @@ def test_dflash2_scores_of_logits_and_of_log_probs_are_one_lattice() -> None:
 
 def test_candidates_have_a_processor_of_their_own() -> None:
     own, plain = object(), object()
-    model: Any = SimpleNamespace(candidate_logits_processor=own, logits_processor=plain)
-    assert candidate_processor(model) is own
-    beam: Any = SimpleNamespace(logits_processor=plain)
-    assert candidate_processor(beam) is plain
+    head = {"compute_candidates": None, "logits_processor": plain}
+    assert logits_processor(SimpleNamespace(candidate_logits_processor=own, **head)) is own
+    assert logits_processor(SimpleNamespace(**head)) is plain  # Beam's
+    of_dflash = SimpleNamespace(candidate_logits_processor=own, logits_processor=plain)
+    assert logits_processor(of_dflash) is plain
+
+
+@pytest.mark.parametrize(("scale", "soft_cap"), [(1.0, None), (1.7, None), (1.7, 2.5)])
+@torch.inference_mode()
+def test_candidates_are_vllms(scale: float, soft_cap: float | None) -> None:
+    """Ids and logits of `get_top_k_tokens`, but that ours are normalised."""
+    generator = torch.Generator().manual_seed(7)
+    head = ParallelLMHead(VOCAB, HIDDEN)
+    fill(head, generator)
+    ready(head)
+    processor = LogitsProcessor(VOCAB, scale=scale, soft_cap=soft_cap)
+    model = SimpleNamespace(
+        compute_candidates=None, candidate_logits_processor=processor, lm_head=head
+    )
+    hidden = torch.randn(5, HIDDEN, generator=generator).to(DEVICE)
+    log_probs = torch.empty(5, TOP_K, device=DEVICE)
+    ids = torch.empty(5, TOP_K, dtype=torch.int64, device=DEVICE)
+    WholeHead(model, 5, TOP_K).top_k(hidden, log_probs, ids)
+    their_ids, logits = processor.get_top_k_tokens(head, hidden, TOP_K)
+    assert ids.tolist() == their_ids.tolist()
+    difference = logits - log_probs
+    torch.testing.assert_close(difference, difference[:, :1].expand_as(difference))
+    if soft_cap is None:
+        raw = hidden @ head.weight[:VOCAB].T * scale
+        torch.testing.assert_close(log_probs, raw.log_softmax(-1).gather(-1, ids))
 
 
 # vLLM's DSpark head, and the loop that vLLM drafts with.

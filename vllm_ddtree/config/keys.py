@@ -17,7 +17,7 @@ MAX_BUDGET = 255
 MAX_TOP_K = 64
 DEFAULT_TOP_K = 16
 
-OWN_KEYS = ("budget", "budget_per_batch_size", "top_k", "num_speculative_tokens")
+OWN_KEYS = ("budget", "budget_per_batch_size", "top_k", "num_speculative_tokens", "conditional")
 """Keys of DDTree's own."""
 DFLASH_KEYS = (
     "method",
@@ -48,6 +48,14 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "parallel_drafting": (True, "DFlash always drafts in parallel"),
 }
 """Keys of `method: dflash` that DDTree takes at one value only: key -> (value, reason)."""
+OTHER_KEYS = {
+    "num_speculative_tokens_per_batch_size": "use budget_per_batch_size, in nodes",
+    "tensor_parallel_size": "use draft_tensor_parallel_size",
+    "speculative_token_tree": (
+        "leave it out: every round makes its own tree; budget sets the number of nodes"
+    ),
+}
+"""Keys of other methods, or of other releases of vLLM, and what to use here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,23 +69,28 @@ class Keys:
     schedule: list[tuple[int, int, int]] | None
     """(first, last, budget) for ranges of running requests."""
     auto_budget: bool
-    top_k: int
+    top_k: int | None
+    """Candidates a draft position, None: not given."""
+    conditional: bool
+    """Whether candidates are rated given the one before, where the drafter can do that."""
     num_speculative_tokens: Any
     """As given; `depth_limit` reads it, once the drafter is known."""
     for_vllm: dict[str, Any]
     """The keys that vLLM reads, `method` left out."""
 
-    def depth_limit(self, block_size: int) -> int:
+    def depth_limit(self, most: int, block_size: int) -> int:
         """Deepest node that the user allows; None given: as deep as the drafter's block.
+
+        Args:
+            most: tokens that the drafter drafts.
+            block_size: of the drafter.
 
         Raises:
             ValueError: it is no depth of this drafter.
 
         """
-        most = block_size - 1
-        also = (
-            ", the drafter's block_size - 1: it limits the depth, budget sets the number of nodes"
-        )
+        name = "block_size" if most == block_size else "block_size - 1"
+        also = f", the drafter's {name}: it limits the depth, budget sets the number of nodes"
         key, value = "num_speculative_tokens", self.num_speculative_tokens
         return most if value is None else whole(key, value, 1, most, also)
 
@@ -99,7 +112,10 @@ def parse(given: dict[Any, Any]) -> Keys:
         assert schedule is not None
         budget = max(nodes for _, _, nodes in schedule)
     top_k = keys.get("top_k")
-    top_k = DEFAULT_TOP_K if top_k is None else whole("top_k", top_k, 1, MAX_TOP_K)
+    top_k = None if top_k is None else whole("top_k", top_k, 1, MAX_TOP_K)
+    conditional = keys.get("conditional")
+    if not isinstance(conditional, (bool, type(None))):
+        raise bad_key("conditional", conditional, "give true or false")
     model = keys.get("model")
     if not isinstance(model, str) or not model:
         raise bad_key("model", model, "give the DFlash drafter's folder or hub name")
@@ -109,6 +125,7 @@ def parse(given: dict[Any, Any]) -> Keys:
         schedule=schedule,
         auto_budget=auto,
         top_k=top_k,
+        conditional=conditional is not False,
         num_speculative_tokens=keys.get("num_speculative_tokens"),
         for_vllm={k: v for k, v in keys.items() if k in DFLASH_KEYS and k != "method"},
     )
@@ -137,10 +154,8 @@ def check_keys(keys: dict[str, Any]) -> None:
             allowed, reason = FIXED_KEYS[key]
             if value is not None and value != allowed:
                 raise bad_key(key, value, f"leave it out or give {allowed!r} ({reason})")
-        elif key == "num_speculative_tokens_per_batch_size":
-            raise bad_key(key, value, "use budget_per_batch_size, in nodes")
-        elif key == "tensor_parallel_size":
-            raise bad_key(key, value, "use draft_tensor_parallel_size")
+        elif key in OTHER_KEYS:
+            raise bad_key(key, value, OTHER_KEYS[key])
         elif key not in known:
             near = difflib.get_close_matches(key, known, 1)
             names = ", ".join((*OWN_KEYS, *dflash))

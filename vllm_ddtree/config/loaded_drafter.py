@@ -16,6 +16,8 @@ from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm_ddtree import integration
 from vllm_ddtree.config.errors import bad_key
 from vllm_ddtree.config.pair import TRAINED_FOR, draft_vocab_size
+from vllm_ddtree.integration import Family
+from vllm_ddtree.proposer.scores import why_no_lattice
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,6 +62,8 @@ def check_loaded_drafter(vllm_config: VllmConfig, model: nn.Module) -> None:
     spec: DDTreeConfig = vllm_config.speculative_config
     draft = spec.draft_model_config
     problems = [_bad_embeddings(draft.hf_config, model), _bad_head(draft.hf_config, model)]
+    if spec.family == Family.DSPARK:
+        problems.append(why_no_lattice(model))
     if (spec.draft_load_config or vllm_config.load_config).load_format != "dummy":
         problems.append(_bad_vocabulary(vllm_config, model))
     for what in problems:

@@ -30,7 +30,9 @@ from vllm_ddtree.integration.dummy import (
     dummy_step,
     random_tokens,
 )
+from vllm_ddtree.integration.families import Family
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
+from vllm_ddtree.integration.importing import when_imported
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
 from vllm_ddtree.integration.replace import replace, resolve, restore
 from vllm_ddtree.integration.requests import request_limits
@@ -40,6 +42,7 @@ from vllm_ddtree.integration.stop import add_error_output, model_runner_output, 
 from vllm_ddtree.integration.verify import SeamError, check, require, vllm_version
 
 __all__ = [
+    "Family",
     "Observer",
     "SeamError",
     "Steps",
@@ -73,4 +76,5 @@ __all__ = [
     "target_backend",
     "tokenizer_vocabulary",
     "vllm_version",
+    "when_imported",
 ]

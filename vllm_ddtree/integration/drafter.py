@@ -31,11 +31,25 @@ def _read(model: str, name: str, revision: str | None) -> bytes | None:
     return path.read_bytes() if isinstance(path, Path) else None
 
 
-def checkpoint_config(model: str, revision: str | None) -> dict[str, Any]:
+def checkpoint_config(model: str, revision: str | None, fetch: bool = False) -> dict[str, Any]:
     """A checkpoint's config.json as it stands on this machine, empty if it is not here.
 
     vLLM's own reading leaves out keys that it does not know (transformers_utils/configs/).
+
+    Args:
+        model: its folder or hub name.
+        revision: of the hub.
+        fetch: whether to bring the file from the hub, as vLLM will.
+
     """
+    if fetch:
+        from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
+
+        try:
+            found = get_hf_file_to_dict("config.json", model, revision)
+        except Exception:
+            return {}  # vLLM's own reading says what is wrong
+        return found if isinstance(found, dict) else {}
     return json.loads(_read(model, "config.json", revision) or b"{}")
 
 

@@ -72,7 +72,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "SpeculativeConfig: uses_dynamic_speculative_decoding()",
         "SpeculativeConfig: num_speculative_tokens_per_batch_size",
     ),
-    "vllm.transformers_utils.repo_utils": ("try_get_local_file(model, file_name, revision)",),
+    "vllm.transformers_utils.repo_utils": (
+        "try_get_local_file(model, file_name, revision)",
+        "get_hf_file_to_dict(file_name, model, revision)",
+    ),
     # Engine core and scheduler.
     "vllm.v1.engine.core": (
         "EngineCore: __init__(vllm_config, ...) scheduler model_executor vllm_config",
@@ -293,9 +296,14 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash2.speculator": (
         "DFlash2Speculator: _score_candidates(candidate_ids, unary_logits, hidden_states)",
+        "DFlash2Speculator: __init__(vllm_config, device) _candidate_top_k_key",
     ),
     "vllm.v1.worker.gpu.spec_decode.lilicorr.speculator": (
         "LiLiCorrSpeculator: _score_candidates(candidate_ids, unary_logits, hidden_states)",
+        "LiLiCorrSpeculator: __init__(vllm_config, device) prepare_context_anchor(...)",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dspark.speculator": (
+        "DSparkSpeculator: __init__(vllm_config, device) _anchor_idx sample_from_anchor",
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.cudagraph": ("DFlashCudaGraphManager: capture",),
     "vllm.v1.worker.gpu.spec_decode.utils": ("get_parallel_drafting_token_id(hf_config)",),
@@ -309,9 +317,15 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "DFlashQwen3ForCausalLM: draft_id_to_target_id model",
         "dflash_has_any_non_causal(config)",
     ),
+    "vllm.model_executor.models.qwen3_dflash2": (
+        "DFlash2Qwen3ForCausalLM: compute_candidates(hidden_states) candidate_logits_processor",
+    ),
+    "vllm.model_executor.models.registry": ("ModelRegistry",),
     "vllm.model_executor.models.utils": ("process_eagle_weight: has_own_lm_head",),
     "vllm.model_executor.layers.logits_processor": (
         "LogitsProcessor: forward(lm_head, hidden_states, *, skip_gather) org_vocab_size",
+        "LogitsProcessor: _get_logits(hidden_states, lm_head, embedding_bias, skip_gather)",
+        "LogitsProcessor: scale soft_cap",
     ),
     "vllm.model_executor.layers.vocab_parallel_embedding": (
         "VocabParallelEmbedding: tp_size tp_rank num_embeddings_per_partition",
@@ -471,6 +485,7 @@ SEAMS_SINCE: dict[tuple[int, int], dict[str, tuple[str, ...]]] = {
             "DFlashSpeculator: _aux_staging",
             "DFlashSpeculator: _store_hidden_states(num_tokens, last_hidden_states, "
             "aux_hidden_states, num_graph_tokens)",
+            "DFlashSpeculator: _prepare_graph_replay(input_batch, ...)",
         ),
     },
 }

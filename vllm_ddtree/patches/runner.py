@@ -23,7 +23,7 @@ def init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         if is_ddtree(vllm_config.speculative_config):
             from vllm_ddtree.config.loaded_drafter import check_draft_backend, check_loaded_drafter
             from vllm_ddtree.config.loaded_target import check_target_class
-            from vllm_ddtree.proposer.speculator import make_speculator
+            from vllm_ddtree.proposer.conditional import make_speculator
 
             check_target_class(vllm_config)
             check_draft_backend(vllm_config)

@@ -14,7 +14,7 @@ from vllm_ddtree import integration
 class When(Enum):
     """When a function is replaced."""
 
-    REGISTERED = "in every process, by `register()`"
+    REGISTERED = "in every process that imports `EngineArgs`, by `register()`"
     CONFIGURED = "in a process in which a DDTree configuration exists"
     WORKER = "in a worker, when its DDTree model state is made"
     CHECKED = "as CONFIGURED, with VLLM_DDTREE_CHECK=1"
@@ -61,7 +61,7 @@ PATCHES = (
     Patch(
         "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
         f"{_OURS}.engine_args:num_lookahead_tokens",
-        When.REGISTERED,
+        When.CONFIGURED,
         "The draft block may be longer than budget + 1 tokens.",
     ),
     # Front-end.
@@ -345,7 +345,7 @@ def remove() -> None:
 
 
 def configured() -> None:
-    """A DDTree configuration exists in this process (listener of `presence`).
+    """A DDTree configuration exists in this process: replace what it needs.
 
     Raises:
         ValueError: this vLLM is not supported.

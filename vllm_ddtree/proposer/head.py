@@ -20,6 +20,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 
 from vllm_ddtree.proposer.candidates import Candidates, top_k_keys, top_k_log_probs
+from vllm_ddtree.proposer.logits import (
+    has_candidates,
+    logits_processor,
+    shard_logits,
+    whole_logits,
+)
 from vllm_ddtree.proposer.shards import merge_shards
 
 logger = init_logger("vllm.ddtree")
@@ -62,7 +68,7 @@ class WholeHead:
         self, hidden_states: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor
     ) -> None:
         """As in `Head`."""
-        logits = self.model.compute_logits(hidden_states)
+        logits = whole_logits(self.model, hidden_states)
         if self.candidates is None:
             self.candidates = Candidates(
                 self.max_rows, logits.shape[1], self.num_candidates, logits.device
@@ -84,6 +90,7 @@ class ShardedHead:
         max_rows: most draft positions in one call.
         top_k: candidates a position.
         device: where the logits are.
+        draft_ids: whether the ids are those of the draft vocabulary, not the target's.
 
     Raises:
         ValueError: the vocabulary has fewer than `top_k` tokens.
@@ -96,27 +103,44 @@ class ShardedHead:
         max_rows: int,
         top_k: int,
         device: torch.device | str,
+        draft_ids: bool = False,
     ) -> None:
-        self.lm_head, self.logits_processor = model.lm_head, model.logits_processor
-        self.num_shards = self.lm_head.tp_size
-        vocab = self.logits_processor.org_vocab_size
-        shard = self.lm_head.num_embeddings_per_partition
+        self.model, self.num_shards = model, model.lm_head.tp_size
+        vocab = logits_processor(model).org_vocab_size
+        shard = model.lm_head.num_embeddings_per_partition
         if top_k > vocab:
             raise ValueError(f"the draft vocabulary has {vocab} tokens, fewer than top_k={top_k}")
         # Without what vLLM pads; the last ranks may have nothing else.
-        first = min(self.lm_head.tp_rank * shard, vocab)
+        first = min(model.lm_head.tp_rank * shard, vocab)
         last = min(first + shard, vocab)
-        ids = _target_ids(model, vocab)[first:last].to(device, torch.int32)
+        self.shard = slice(first, last)
+        ids = torch.arange(vocab) if draft_ids else _target_ids(model, vocab)
+        ids = ids[self.shard].to(device, torch.int32)
         self.candidates = Candidates(max_rows, last - first, top_k, device, ids)
         self.keys = torch.zeros(max_rows, top_k + 1, dtype=torch.int64, device=device)
 
     def top_k(
-        self, hidden_states: torch.Tensor, out_log_probs: torch.Tensor, out_ids: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        out_log_probs: torch.Tensor,
+        out_ids: torch.Tensor,
+        first_bias: torch.Tensor | None = None,
     ) -> None:
-        """As in `Head`; the same bits on every rank."""
+        """As in `Head`; the same bits on every rank.
+
+        Args:
+            hidden_states: as in `Head`.
+            out_log_probs: as in `Head`.
+            out_ids: as in `Head`.
+            first_bias: [R, V], added to the logits of the first of each request's positions, V the
+                whole draft vocabulary.
+
+        """
         keys = self.keys[: hidden_states.shape[0]]
-        logits = self.logits_processor(self.lm_head, hidden_states, skip_gather=True)
-        top_k_keys(logits[:, : self.candidates.vocab], keys, self.candidates)
+        logits = shard_logits(self.model, hidden_states)[:, : self.candidates.vocab]
+        if first_bias is not None:
+            logits[:: len(keys) // len(first_bias)] += first_bias[:, self.shard]
+        top_k_keys(logits, keys, self.candidates)
         # As float32: vLLM's shared-memory gather on the CPU takes no integers. Bits are copied.
         gathered = tensor_model_parallel_all_gather(keys.view(torch.float32), dim=0)
         merge_shards(
@@ -134,7 +158,7 @@ def make_head(model: Any, max_rows: int, top_k: int, device: torch.device | str)
         device: where the logits are.
 
     """
-    why = _why_whole(model)
+    why = why_whole(model)
     if why is None:
         logger.debug("ddtree: each rank drafts from its own shard of the vocabulary")
         return ShardedHead(model, max_rows, top_k, device)
@@ -142,21 +166,33 @@ def make_head(model: Any, max_rows: int, top_k: int, device: torch.device | str)
     return WholeHead(model, max_rows, top_k)
 
 
-def _why_whole(model: Any) -> str | None:
-    """Why the drafter's head cannot be taken apart, None if it can."""
+def why_whole(model: Any, draft_ids: bool = False) -> str | None:
+    """Why the drafter's head cannot be taken apart, None if it can.
+
+    Args:
+        model: the drafter.
+        draft_ids: whether ids of the draft vocabulary are asked for.
+
+    """
     ranks = get_tensor_model_parallel_world_size()
     if ranks == 1:
         return "there is one rank"
-    if type(model).compute_logits is not DFlashQwen3ForCausalLM.compute_logits:
+    if not has_candidates(model) and (
+        type(model).compute_logits is not DFlashQwen3ForCausalLM.compute_logits
+    ):
         return f"{type(model).__name__} computes its logits in a way of its own"
-    if type(model.logits_processor) is not LogitsProcessor:
-        return f"its logits pass a {type(model.logits_processor).__name__}"
+    if hasattr(model, "apply_output_logit_transform"):  # vLLM 0.33, Muse Spark
+        return "its logits are changed after all is added"
+    if type(logits_processor(model)) is not LogitsProcessor:
+        return f"its logits pass a {type(logits_processor(model)).__name__}"
     head = model.lm_head
     if not isinstance(head, VocabParallelEmbedding):
         return f"its head is a {type(head).__name__}"
     if (head.tp_rank, head.tp_size) != (get_tensor_model_parallel_rank(), ranks):
         return "its head is not spread over the ranks"
-    ids = _target_ids(model, model.logits_processor.org_vocab_size)
+    if draft_ids:
+        return None
+    ids = _target_ids(model, logits_processor(model).org_vocab_size)
     if not bool((ids[1:] > ids[:-1]).all()):
         return "its vocabulary is not in the order of the target's"
     return None
@@ -164,6 +200,6 @@ def _why_whole(model: Any) -> str | None:
 
 def _target_ids(model: DFlashQwen3ForCausalLM, vocab: int) -> torch.Tensor:
     """int64 [vocab]: the target's id of each token of the draft vocabulary."""
-    offsets = model.draft_id_to_target_id
+    offsets = getattr(model, "draft_id_to_target_id", None)
     ids = torch.arange(vocab, device=None if offsets is None else offsets.device)
     return ids if offsets is None else ids + offsets

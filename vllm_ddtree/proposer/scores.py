@@ -80,18 +80,10 @@ from vllm.triton_utils import tl, triton
 from vllm_ddtree.proposer.candidates import Candidates, top_k_log_probs
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
     from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
     from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 
-
-def candidate_processor(model: DFlash2Qwen3ForCausalLM) -> LogitsProcessor:
-    """What gives the candidates' logits of a DFlash2 or LiLiCorr drafter.
-
-    It is not what `compute_logits` uses: the checkpoint's scale and soft cap are its own.
-    """
-    return getattr(model, "candidate_logits_processor", None) or model.logits_processor
+    from vllm_ddtree.proposer.head import ShardedHead
 
 
 def head_scores(
@@ -115,8 +107,8 @@ def head_scores(
     return speculator._score_candidates(candidate_ids, log_probs, hidden_states)
 
 
-class MarkovDraft(NamedTuple):
-    """What a DSpark draft gives to a lattice."""
+class ConditionalDraft(NamedTuple):
+    """What a draft gives to a lattice."""
 
     scores: torch.Tensor
     """float32 [R, D, K, K], raw."""
@@ -148,7 +140,7 @@ def dspark_draft(
     hidden_states: torch.Tensor,
     anchor_ids: torch.Tensor,
     candidates: Candidates,
-) -> MarkovDraft:
+) -> ConditionalDraft:
     """Candidates and raw scores of a DSpark draft.
 
     The first position's predecessor is known, so its candidates and their log-probs are those of
@@ -176,6 +168,61 @@ def dspark_draft(
         ids.flatten(0, 1),
         candidates,
     )
+    values = base.gather(-1, ids.flatten(0, 1)).float().view(shape)
+    return _markov_draft(model, hidden_states, anchor_embeds, values, log_probs, ids)
+
+
+def sharded_dspark_draft(
+    model: Qwen3DSparkForCausalLM,
+    hidden_states: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    head: ShardedHead,
+) -> ConditionalDraft:
+    """`dspark_draft` where every rank has the logits of its shard of the vocabulary.
+
+    The candidates' log-probs stand in for their logits: a constant added to a row of scores changes
+    nothing.
+
+    Args:
+        model: as in `dspark_draft`; no transform follows its logits.
+        hidden_states: as in `dspark_draft`.
+        anchor_ids: as in `dspark_draft`.
+        head: gives ids of the draft vocabulary.
+
+    """
+    shape = (*hidden_states.shape[:2], head.candidates.top_k)
+    anchor_embeds = model.markov_embed(anchor_ids)
+    log_probs = torch.empty(shape, dtype=torch.float32, device=hidden_states.device)
+    ids = torch.empty(shape, dtype=torch.int64, device=hidden_states.device)
+    head.top_k(
+        hidden_states.flatten(0, 1),
+        log_probs.flatten(0, 1),
+        ids.flatten(0, 1),
+        model.markov_bias(anchor_embeds),
+    )
+    return _markov_draft(model, hidden_states, anchor_embeds, log_probs, log_probs, ids)
+
+
+def _markov_draft(
+    model: Qwen3DSparkForCausalLM,
+    hidden_states: torch.Tensor,
+    anchor_embeds: torch.Tensor,
+    values: torch.Tensor,
+    log_probs: torch.Tensor,
+    ids: torch.Tensor,
+) -> ConditionalDraft:
+    """The draft of candidates that are known.
+
+    Args:
+        model: the drafter.
+        hidden_states: [R, D, H], the drafter's.
+        anchor_embeds: [R, rank], of the tokens before the first position.
+        values: float32 [R, D, K], logits of the candidates by themselves.
+        log_probs: float32 [R, D, K], of the candidates by themselves.
+        ids: int64 [R, D, K], of the draft vocabulary.
+
+    """
+    shape, transform = values.shape, getattr(model, "apply_output_logit_transform", None)
     token_ids = model.map_draft_to_target(ids)
     before = model.markov_embed(token_ids[:, :-1])  # [R, D - 1, K, rank]
     processor = model.logits_processor
@@ -185,14 +232,13 @@ def dspark_draft(
         processor.scale,
         processor.soft_cap,
     )
-    values = base.gather(-1, ids.flatten(0, 1)).float().view(shape)
     scores = values[:, :, None].repeat(1, 1, shape[2], 1)
     scores[:, 1:] += bias
     if transform is not None:
         scores = transform(scores)
     anchor_embeds = anchor_embeds[:, None, None].expand(-1, 1, shape[2], -1)
     confidence = _confidence(model, hidden_states, torch.cat((anchor_embeds, before), dim=1))
-    return MarkovDraft(scores, log_probs, token_ids, confidence)
+    return ConditionalDraft(scores, log_probs, token_ids, confidence)
 
 
 def markov_bias(

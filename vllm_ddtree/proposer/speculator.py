@@ -16,7 +16,7 @@ context; `_generate_draft`, which is captured in a CUDA graph, drafts and builds
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -53,28 +53,11 @@ budgets are estimated (round/meter.py).
 """
 
 
-def make_speculator(
-    vllm_config: VllmConfig,
-    device: torch.device,
-    check_loaded: Callable[[VllmConfig, torch.nn.Module], None],
-) -> DDTreeSpeculator:
-    """The speculator of a runner, before any weight is loaded.
-
-    Args:
-        vllm_config: the runner's.
-        device: the runner's.
-        check_loaded: (VllmConfig, drafter) -> None; raises for a loaded drafter that cannot draft.
-
-    """
-    rt = runtime.create(vllm_config, device)
-    return DDTreeSpeculator(vllm_config, device, rt, check_loaded)
-
-
 def _draft_view(vllm_config: VllmConfig) -> VllmConfig:
-    """The configuration as the draft forward sees it: block_size - 1 masked queries."""
+    """The configuration as the draft forward sees it: all tokens of the drafter's block."""
     view = copy.copy(vllm_config)
     view.speculative_config = copy.copy(vllm_config.speculative_config)
-    view.speculative_config.num_speculative_tokens = view.speculative_config.block_size - 1
+    view.speculative_config.num_speculative_tokens = view.speculative_config.draft_positions
     # The draft forward is the same for every budget.
     view.speculative_config.num_speculative_tokens_per_batch_size = None
     return view
@@ -82,6 +65,9 @@ def _draft_view(vllm_config: VllmConfig) -> VllmConfig:
 
 class DDTreeSpeculator(DFlashSpeculator):
     """Drafts a block and grows the best tree of `budget` nodes from its log-probs.
+
+    By itself it is for plain DFlash drafters. For the others it stands before vLLM's speculator of
+    their family in the order of bases, so that `super()` means that one (`conditional`).
 
     vLLM's parts take a draft's graphs from `query_cudagraph_manager`. That is the manager of the
     longest reach, except while a shorter draft is made.
@@ -109,12 +95,12 @@ class DDTreeSpeculator(DFlashSpeculator):
         self._schedule = spec.num_speculative_tokens_per_batch_size
         budgets = [nodes for _, _, nodes in self._schedule or [(1, 1, rt.budget)]]
         budgets = list(TIERS) if spec.auto_budget else budgets
-        positions = draft_reaches(rt.max_depth, budgets)
+        positions = self._positions(budgets)
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         # Set first: DFlashSpeculator sizes its staging by `_num_graph_context_tokens`.
         self.reaches = make_reaches(positions, max_num_reqs, rt.top_k, device)
         """The reaches that a draft may have, the longest first."""
-        self.narrow = make_narrow(self.reaches, spec.block_size) if spec.auto_budget else None
+        self.narrow = self._make_narrow(spec.block_size) if spec.auto_budget else None
         """The reach of few masks; None where there is none."""
         self.context_alone = context_alone(max_num_reqs, device) if 0 in budgets else None
         """The reach of steps that draft nothing; None if there are none."""
@@ -133,6 +119,19 @@ class DDTreeSpeculator(DFlashSpeculator):
         self.head: Head | None = None
         """Made by the first (profiling) run: not while weights load, or it would sleep with them.
         """
+
+    def _positions(self, budgets: Iterable[int]) -> list[int]:
+        """Positions of the drafts that the engine may make, the longest first.
+
+        Args:
+            budgets: nodes that it may draft.
+
+        """
+        return draft_reaches(self.runtime.max_depth, budgets)
+
+    def _make_narrow(self, block_size: int) -> Reach | None:
+        """The reach of few masks; None where there is none."""
+        return make_narrow(self.reaches, block_size)
 
     def _with_graphs(self) -> list[Reach]:
         """All reaches, the longest first."""
@@ -161,8 +160,9 @@ class DDTreeSpeculator(DFlashSpeculator):
         """Make vLLM's parts draft with this reach, and its graphs."""
         self.reach = reach
         self.query_cudagraph_manager = getattr(self, reach.manager)
-        self.num_speculative_steps = self._masks(reach)
-        self.num_query_per_req = 1 + self.num_speculative_steps
+        masks = self._masks(reach)
+        self.num_query_per_req = 1 + masks
+        self.num_speculative_steps = 1 + masks if self.sample_from_anchor else masks
 
     def _masks(self, reach: Reach) -> int:
         """Masked queries of each block."""
@@ -208,9 +208,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         """The start-up line."""
         rt, spec = self.runtime, self.speculative_config
         logger.info_once(
-            "method=ddtree budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
+            "method=ddtree family=%s budget=%s depth=%d top_k=%d block_size=%d drafter=%s "
             "attention=%s %sgraphs=%s (verify %d tokens a request, draft %d, "
             "%s positions of it, draft graphs %s)",
+            self._family_in_words(),
             self._budget_in_words(),
             spec.depth_limit,
             rt.top_k,
@@ -230,6 +231,10 @@ class DDTreeSpeculator(DFlashSpeculator):
         for reach in self._with_graphs():
             with self._drafting(reach):
                 super().capture()
+
+    def _family_in_words(self) -> str:
+        """The drafter's family in the start-up line."""
+        return self.speculative_config.family
 
     def _budget_in_words(self) -> str:
         """The budget of the start-up line: a number, a schedule, or auto."""
@@ -260,8 +265,18 @@ class DDTreeSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
+        self._grow(num_reqs, hidden_states)
+
+    def _grow(self, num_reqs: int, hidden_states: torch.Tensor) -> None:
+        """Candidates of each position, and trees.
+
+        Args:
+            num_reqs: requests, padding included.
+            hidden_states: [draft tokens, hidden size], of the draft forward.
+
+        """
         log_probs, token_ids = self._draft_candidates(num_reqs, hidden_states)
-        self._build_trees(num_reqs, log_probs, token_ids)
+        self.build_plain(num_reqs, log_probs, token_ids)
 
     def _draft_candidates(
         self, num_reqs: int, hidden_states: torch.Tensor
@@ -288,7 +303,7 @@ class DDTreeSpeculator(DFlashSpeculator):
         )
         return log_probs, token_ids
 
-    def _build_trees(self, num_reqs: int, log_probs: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def build_plain(self, num_reqs: int, log_probs: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Grow the trees of the batch's requests.
 
         Args:
@@ -297,20 +312,23 @@ class DDTreeSpeculator(DFlashSpeculator):
             token_ids: int64 [num_reqs, positions, top_k].
 
         """
-        rt, reach, steps = self.runtime, self.reach, self.num_speculative_steps
-        # A padded or dummy request's rows are inert: -1.
-        indices = self.tree_indices[:num_reqs]
-        indices.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
+        rt, reach = self.runtime, self.reach
         build_trees(
             log_probs,
             token_ids,
-            indices,
+            self.batch_indices(num_reqs),
             rt.trees,
             self.tree_tokens[:num_reqs],
             reach.positions,
             # Of shorter drafts the probabilities of larger trees are not known.
             rt.meter.built if reach is self.reaches[0] else None,
         )
+
+    def batch_indices(self, num_reqs: int) -> torch.Tensor:
+        """Index of each request of the batch; a padded or dummy request's rows are inert: -1."""
+        steps, indices = self.num_speculative_steps, self.tree_indices[:num_reqs]
+        indices.copy_(self.sample_idx_mapping[: num_reqs * steps].view(num_reqs, steps)[:, 0])
+        return indices
 
     def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> dict[str, Any] | None:
         """Of the draft's attention; none where the context alone is written."""

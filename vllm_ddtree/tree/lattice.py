@@ -25,6 +25,7 @@ from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.round.trees import MAX_DEPTH, TreeBuffers
 from vllm_ddtree.tree.build import MAX_TOP_K
+from vllm_ddtree.tree.store import store_tree
 
 RANKED_ROWS = 8
 """Rankings of one program, at K = 16. Larger K take fewer: the work is quadratic."""
@@ -375,11 +376,6 @@ def _build_lattice_trees_kernel(
         top = tl.max(pending, axis=0)
         new += 1
 
-    num_nodes = new - 1
-    tl.store(num_nodes_ptr + index, num_nodes)
-    valid = row <= num_nodes
-    is_node = valid & (row > 0)
-
     # The chain: down the first ranks, whose place is depth * TOP_K + candidate before.
     level = tl.arange(0, 32)
     chain = tl.zeros([32], tl.int32)
@@ -400,47 +396,36 @@ def _build_lattice_trees_kernel(
     )
     tl.store(chains_ptr + index * 31 + level, chain_tokens.to(tl.int32), mask=level < DEPTH_LIMIT)
 
-    # `cumulative` is 0 for the root, whose claim is 1.
-    claim = tl.where(valid, (tl.exp(cumulative) * 1048576.0).to(tl.int32), 0)
-    chain_claim = (tl.exp(chain_scores) * 1048576.0).to(tl.int32)
-    chain_claim = tl.where(level <= DEPTH_LIMIT, chain_claim, 0)
-    claims_ptr += index * (2 * NUM_ROWS)
-    tl.store(claims_ptr + row, claim, mask=in_tree)
-    tl.store(claims_ptr + NUM_ROWS + level, chain_claim, mask=level < NUM_ROWS)
-    if probabilities_ptr is not None:
-        claim = tl.where(siblings, claim, 0).to(tl.int64)
-        tl.atomic_add(probabilities_ptr + row, claim, mask=in_tree, sem="relaxed")
-        chain_claim = tl.where(siblings, chain_claim, 0).to(tl.int64)
-        probabilities_ptr += probabilities_stride
-        tl.atomic_add(probabilities_ptr + level, chain_claim, mask=level < NUM_ROWS, sem="relaxed")
-
+    num_nodes = new - 1
     depth = (won >> DEPTH_AT) & 31
     token = tl.load(
-        token_ids_ptr + depth.to(tl.int64) * token_ids_stride_d + chosen, mask=is_node, other=0
+        token_ids_ptr + depth.to(tl.int64) * token_ids_stride_d + chosen,
+        mask=(row > 0) & (row <= num_nodes),
+        other=0,
     )
-    tl.store(draft_ptrs, token.to(tl.int64), mask=in_tree & (row > 0))
-    rows = index * NUM_ROWS + row
-    tl.store(tokens_ptr + rows, token.to(tl.int32), mask=in_tree)
-    tl.store(parents_ptr + rows, tl.where(is_node, won & 255, -1), mask=in_tree)
-    tl.store(
-        depths_ptr + rows, tl.where(is_node, depth + 1, tl.where(row == 0, 0, 1)), mask=in_tree
+    store_tree(
+        index,
+        num_nodes,
+        token,
+        won & 255,
+        depth,
+        position,
+        511 - (key >> END_AT),
+        cumulative,
+        chain_scores,
+        siblings,
+        draft_ptrs,
+        tokens_ptr,
+        parents_ptr,
+        depths_ptr,
+        masks_ptr,
+        num_nodes_ptr,
+        intervals_ptr,
+        claims_ptr,
+        probabilities_ptr,
+        probabilities_stride,
+        NUM_ROWS=NUM_ROWS,
+        BLOCK=BLOCK,
+        NUM_WORDS=NUM_WORDS,
+        DEPTH_LIMIT=DEPTH_LIMIT,
     )
-
-    # Row j is row i or an ancestor when position[j] <= position[i] < end[j]. Unused rows become
-    # leaves of the root. Through memory, because row i needs every row j.
-    position = tl.where(valid, position, row)
-    end = tl.where(valid, 511 - (key >> END_AT), row + 1)
-    end = tl.where(row == 0, BLOCK, end)
-    intervals_ptr += index * (2 * NUM_ROWS)
-    tl.store(intervals_ptr + row, position, mask=in_tree)
-    tl.store(intervals_ptr + NUM_ROWS + row, end, mask=in_tree)
-    tl.debug_barrier()
-    bit = tl.arange(0, 32)
-    for word in tl.static_range(NUM_WORDS):
-        other = word * 32 + bit
-        starts = tl.load(intervals_ptr + other, mask=other < NUM_ROWS, other=BLOCK)
-        ends = tl.load(intervals_ptr + NUM_ROWS + other, mask=other < NUM_ROWS, other=0)
-        # [32, BLOCK]: lanes run along the rows, so the sum over 32 stays in one thread.
-        is_ancestor = (starts[:, None] <= position[None, :]) & (position[None, :] < ends[:, None])
-        bits = tl.sum(tl.where(is_ancestor, 1 << bit[:, None], 0), axis=0)
-        tl.store(masks_ptr + rows * NUM_WORDS + word, bits.to(tl.int32), mask=in_tree)
