@@ -8,6 +8,10 @@ speed of the large shape. So a benchmark has the acceptance of a trained pair an
 one. Nearly all weights and activations are nonzero, because a GPU that multiplies zeros draws less
 power and runs faster.
 
+A Qwen3 pair becomes a dense shape (qwen3-8b) or one with experts (qwen3-30b-a3b), a Qwen3.5 pair a
+hybrid one (qwen3.5-9b). The drafter is a Qwen3 network in each case: DFlash, DFlash2, LiLiCorr or
+DSpark.
+
 How it works, where h is the small hidden size and H the large one:
 
 - The residual stream holds n copies of the small one (n h <= H, n even), neighbours side by side.
@@ -18,11 +22,16 @@ How it works, where h is the small hidden size and H the large one:
 - RMSNorm over H sees rho = n h / H times the mean square, so its weights are scaled by sqrt(rho)
   and its eps by rho. In bfloat16 the m carriers round that weight up and down so that their mean is
   right to 2^-8 / m. Per-head norms share the eps: their outputs change by the share
-  (1 - rho) eps / (2 mean square), 5e-8 in `small` at the Qwen3-8B shape.
+  (1 - rho) eps / (2 mean square), 5e-8 in `small` at the Qwen3-8B shape. The outputs of a gated
+  delta net can be so small that eps matters, so a hybrid keeps its eps. There the norms over H
+  change instead, by the share (1 - rho) eps / (2 rho mean square).
 - Added KV heads have random q and k, and v of twin dimensions, which o_proj reads with r and -r.
   Query heads added to an original KV head (only if the group grows) have random q and zeros in
-  o_proj. Added FFN units are twins. Added layers consist of added heads and units alone, after the
-  original ones: they add zero.
+  o_proj. Added heads of a gated delta net are twins as heads: two value heads of one key head.
+  Added FFN units are twins. Added layers consist of added heads and units alone, after the
+  original ones: they add zero. In a hybrid the kinds of layers go on in their order.
+- Experts hold the same FFN, so it does not matter which of them a router takes. An FFN too large
+  for one expert is cut (`wide_layers.experts`).
 - The drafter's fc may read states of added layers too: twins again.
 - Added tokens must never win, so they need an input of constant sign. The last dimension of the
   stream is 2^-12 for every token (nothing else writes there; 1e-8 of the mean square). All norms
@@ -45,124 +54,88 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-CONSTANT = 2.0**-12  # the constant dimension
-FLOOR = 40.0  # an added token's logit is at most -FLOOR
-MAX_RMS = 100.0  # while the rms of the stream is at most this
+from benchmarks.wide_heads import (
+    check_convolutions,
+    wide_convolutions,
+    wide_group,
+    wide_heads,
+)
+from benchmarks.wide_layers import (
+    Take,
+    attention,
+    delta_net,
+    expert_parts,
+    experts,
+    feed_forward,
+)
+from benchmarks.widener import CONSTANT, Widener
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What to inflate to; head_dim, RoPE and the drafter's block size stay those of the pair."""
+    """What to inflate to; head sizes, RoPE and the drafter's block size stay those of the pair."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    ffn: int
+    ffn: int  # of one expert where there are experts
     draft_layers: int
     draft_states: int  # target states that the drafter reads
     vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+    linear_key_heads: int = 0
+    linear_value_heads: int = 0
+    # 0: as the target
+    draft_heads: int = 0
+    draft_kv_heads: int = 0
+    draft_ffn: int = 0
+
+    @property
+    def drafter(self) -> "Shape":
+        """The drafter's own shape: a dense one."""
+        return Shape(
+            self.draft_layers,
+            self.hidden,
+            self.draft_heads or self.heads,
+            self.draft_kv_heads or self.kv_heads,
+            self.draft_ffn or self.ffn,
+            self.draft_layers,
+            self.draft_states,
+            self.vocab,
+        )
 
 
 SHAPES = {
     "qwen3-8b": Shape(36, 4096, 32, 8, 12288, 5, 5, 151936),
+    "qwen3-30b-a3b": Shape(48, 2048, 32, 4, 768, 5, 5, 151936, 128, 8, draft_ffn=6144),
+    "qwen3.5-9b": Shape(
+        32,
+        4096,
+        16,
+        4,
+        12288,
+        5,
+        5,
+        248320,
+        linear_key_heads=16,
+        linear_value_heads=32,
+        draft_heads=32,
+        draft_kv_heads=8,
+    ),
     "tiny": Shape(10, 832, 8, 2, 1536, 4, 4, 8704),
 }
 
 
-class Widener:
-    """Makes wide weights from narrow ones, and random ones that change nothing.
+def is_hybrid(config: dict[str, Any]) -> bool:
+    return "linear_attention" in config.get("layer_types", ())
 
-    Matrices are [out, in] as in checkpoints. Results are `dtype`, on `device`.
-    """
 
-    def __init__(
-        self,
-        narrow: int,
-        wide: int,
-        constant: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        seed: int = 0,
-    ) -> None:
-        """`constant` reserves the last dimension. Raises ValueError if `wide` is too small."""
-        copies = (wide - 1 if constant else wide) // narrow
-        if copies < 1:
-            raise ValueError(f"hidden size {wide} is too small for {narrow}")
-        self.copies = copies = copies - copies % 2 if copies > 1 else 1
-        self.carriers = 1 << (copies.bit_length() - 1)
-        self.narrow, self.wide, self.constant = narrow, wide, constant
-        self.dtype, self.device = dtype, torch.device(device)
-        self.rho = copies * narrow / wide
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-        # [copies, narrow]: where copy i of dimension j stands. Copies 2p and 2p + 1 are neighbours.
-        copy, dim = torch.arange(copies)[:, None], torch.arange(narrow)[None]
-        pair = min(2, copies)
-        index = copy // pair * pair * narrow + dim * pair + copy % pair
-        self.index = index.to(self.device)
-
-    def random(self, rows: int, columns: int, std: float) -> Tensor:
-        """Normal numbers [rows, columns]."""
-        out = torch.randn(rows, columns, generator=self.generator, device=self.device)
-        return out.mul_(std).to(self.dtype)
-
-    def twins(self, rows: int, columns: int, std: float) -> Tensor:
-        """[rows, columns], columns 2i and 2i + 1 opposite; an odd last one is zero."""
-        half = self.random(rows, columns // 2, std)
-        out = torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
-        out[:, 0 : columns - 1 : 2] = half
-        out[:, 1::2] = -half
-        return out
-
-    def reads(self, weight: Tensor) -> Tensor:
-        """What reads the stream: [out, narrow] -> [out, wide], zero for the constant dimension."""
-        out = self.reads_nothing(weight.shape[0])
-        part = (weight.to(self.device, torch.float32) / self.carriers).to(self.dtype)
-        for copy in range(self.carriers):
-            out[:, self.index[copy]] = part
-        return out
-
-    def reads_nothing(self, rows: int) -> Tensor:
-        """[rows, wide] that gives zero; random but for the constant dimension."""
-        std, end = self.wide**-0.5, self.copies * self.narrow
-        out = self.random(rows, self.wide, std)
-        out[:, :end] = self.twins(rows, end, std) if self.copies > 1 else 0
-        if self.constant:
-            out[:, -1] = 0
-        return out
-
-    def writes(self, weight: Tensor) -> Tensor:
-        """What writes to the stream: [narrow, in] -> [wide, in]."""
-        out = torch.zeros(self.wide, weight.shape[1], dtype=self.dtype, device=self.device)
-        for copy in range(self.copies):
-            out[self.index[copy]] = weight.to(self.device, self.dtype)
-        return out
-
-    def writes_nothing(self, columns: int) -> Tensor:
-        """[wide, columns] over inputs that come as twins."""
-        out = self.twins(self.wide, columns, columns**-0.5)
-        if self.constant:
-            out[-1] = 0
-        return out
-
-    def norm(self, weight: Tensor | None, final: bool = False) -> Tensor:
-        """RMSNorm weights [narrow] -> [wide]; None: those of an added layer."""
-        out = torch.ones(self.wide, dtype=self.dtype, device=self.device)
-        if weight is not None:
-            exact = weight.to(self.device, torch.float64) * self.rho**0.5
-            out[self.index.flatten()] = exact.to(self.dtype).repeat(self.copies)
-            rest = exact * self.carriers
-            for copy in range(self.carriers):  # each rounds what the ones before left
-                rounded = (rest / (self.carriers - copy)).to(self.dtype)
-                out[self.index[copy]] = rounded
-                rest -= rounded
-        if self.constant:
-            out[-1] = 1 / CONSTANT if final else 0.0
-        return out
-
-    def token_logit(self) -> float:
-        """Weight of the constant dimension that keeps an added token's logit below -FLOOR."""
-        return -FLOOR * MAX_RMS * self.rho**0.5
+def layer_types(config: dict[str, Any], layers: int) -> list[str]:
+    """Kinds of the layers: those of the pair, then on in their order."""
+    types = config.get("layer_types") or ["full_attention"]
+    return [types[i % len(types)] for i in range(layers)]
 
 
 def layer(
@@ -171,58 +144,39 @@ def layer(
     prefix: str | None,
     config: dict[str, Any],
     shape: Shape,
+    kind: str = "full_attention",
 ) -> dict[str, Tensor]:
     """One wide decoder layer, names without prefix; `prefix` None: one that adds nothing."""
-    w, dim = widener, config["head_dim"]
-    std = w.wide**-0.5
-    heads, kv_heads = shape.heads, shape.kv_heads
-    group = heads // kv_heads
-    q = w.random(heads * dim, w.wide, std)
-    k = w.random(kv_heads * dim, w.wide, std)
-    v = w.random(kv_heads * dim // 2, w.wide, std).repeat_interleave(2, 0)
-    o = w.writes_nothing(heads * dim)
-    gate = w.random(shape.ffn // 2, w.wide, std).repeat_interleave(2, 0)
-    up = w.random(shape.ffn // 2, w.wide, std).repeat_interleave(2, 0)
-    down = w.writes_nothing(shape.ffn)
-    names = ("input_layernorm", "post_attention_layernorm")
-    if prefix is None:
-        norms = {name: w.norm(None) for name in names}
-        heads_norms = {n: torch.ones(dim, dtype=w.dtype) for n in ("q_norm", "k_norm")}
-    else:
 
+    def taker(part: str) -> Take | None:
         def take(name: str) -> Tensor:
-            return weights[f"{prefix}{name}.weight"]
+            full = f"{prefix}{part}{name}"
+            return weights[full] if full in weights else weights[f"{full}.weight"]
 
-        old_kv = config["num_key_value_heads"]
-        old_group = config["num_attention_heads"] // old_kv
-        old_q, old_o = take("self_attn.q_proj"), take("self_attn.o_proj")
-        for kv in range(old_kv):
-            old = slice(kv * old_group * dim, (kv + 1) * old_group * dim)
-            first = kv * group * dim
-            new = slice(first, first + old_group * dim)
-            q[new] = w.reads(old_q[old])
-            o[:, first : first + group * dim] = 0  # query heads added to this group: no twins in v
-            o[:, new] = w.writes(old_o[:, old])
-        k[: old_kv * dim] = w.reads(take("self_attn.k_proj"))
-        v[: old_kv * dim] = w.reads(take("self_attn.v_proj"))
-        ffn = config["intermediate_size"]
-        gate[:ffn] = w.reads(take("mlp.gate_proj"))
-        up[:ffn] = w.reads(take("mlp.up_proj"))
-        down[:, :ffn] = w.writes(take("mlp.down_proj"))
-        norms = {name: w.norm(take(name)) for name in names}
-        heads_norms = {n: take(f"self_attn.{n}").to(w.dtype) for n in ("q_norm", "k_norm")}
-    parts = {
-        "self_attn.q_proj": q,
-        "self_attn.k_proj": k,
-        "self_attn.v_proj": v,
-        "self_attn.o_proj": o,
-        "mlp.gate_proj": gate,
-        "mlp.up_proj": up,
-        "mlp.down_proj": down,
-        **norms,
-        **{f"self_attn.{name}": weight for name, weight in heads_norms.items()},
-    }
-    return {f"{name}.weight": weight for name, weight in parts.items()}
+        return None if prefix is None else take
+
+    w, hybrid = widener, is_hybrid(config)
+    if kind == "linear_attention":
+        out = delta_net(
+            w,
+            taker("linear_attn."),
+            config,
+            shape.linear_key_heads,
+            shape.linear_value_heads,
+        )
+    else:
+        out = attention(w, taker("self_attn."), config, shape.heads, shape.kv_heads, hybrid)
+    if shape.experts:
+        old = config["intermediate_size"]
+        out |= experts(w, taker("mlp."), shape.experts, shape.ffn, old)
+    else:
+        ffn = feed_forward(w, taker("mlp."), shape.ffn)
+        out |= {f"mlp.{name}": weight for name, weight in ffn.items()}
+    take = taker("")
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        old_norm = None if take is None else take(name)
+        out[f"{name}.weight"] = w.norm(old_norm, offset=float(hybrid))
+    return out
 
 
 def check(config: dict[str, Any], shape: Shape) -> None:
@@ -237,29 +191,62 @@ def check(config: dict[str, Any], shape: Shape) -> None:
     fits = (
         shape.kv_heads >= old_kv
         and shape.heads // shape.kv_heads >= old_group
-        and shape.ffn >= config["intermediate_size"]
+        and (shape.experts or shape.ffn >= config["intermediate_size"])
         and shape.vocab >= config["vocab_size"]
     )
     if not fits:
         raise ValueError(f"{shape} is smaller than the pair")
+    if shape.experts:
+        parts = expert_parts(config["intermediate_size"], shape.ffn)
+        if shape.experts % parts or shape.experts_per_token % parts:
+            raise ValueError(f"numbers of experts must be multiples of {parts}")
+    if is_hybrid(config) != bool(shape.linear_key_heads):
+        raise ValueError("a shape with linear heads is for a hybrid pair, and no other is")
+    if is_hybrid(config):
+        old_keys, old_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        ratio = shape.linear_value_heads / shape.linear_key_heads
+        if ratio != old_values / old_keys or ratio % 2 or shape.linear_key_heads < old_keys:
+            raise ValueError(
+                f"linear value heads over key heads must be {old_values / old_keys}, as in the "
+                "pair, and even"
+            )
+        if config["num_hidden_layers"] % config.get("full_attention_interval", 4):
+            raise ValueError("the pair must end with a whole period of layers")
 
 
-def wide_config(config: dict[str, Any], shape: Shape, layers: int, rho: float) -> dict[str, Any]:
+def wide_config(config: dict[str, Any], shape: Shape, rho: float) -> dict[str, Any]:
     """config.json of the wide model."""
+    hybrid = is_hybrid(config)
     out = {
         **config,
         "hidden_size": shape.hidden,
-        "num_hidden_layers": layers,
-        "max_window_layers": layers,
+        "num_hidden_layers": shape.layers,
+        "max_window_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "intermediate_size": shape.ffn,
         "vocab_size": shape.vocab,
         "tie_word_embeddings": False,
-        "rms_norm_eps": config["rms_norm_eps"] * rho,
+        "rms_norm_eps": config["rms_norm_eps"] * (1 if hybrid else rho),
     }
     if "layer_types" in config:
-        out["layer_types"] = ["full_attention"] * layers
+        out["layer_types"] = layer_types(config, shape.layers)
+    if hybrid:
+        out["linear_num_key_heads"] = shape.linear_key_heads
+        out["linear_num_value_heads"] = shape.linear_value_heads
+        del out["max_window_layers"]
+    if shape.experts:
+        out |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": shape.ffn,
+            "norm_topk_prob": True,
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "router_aux_loss_coef": 0.001,
+        }
     return out
 
 
@@ -296,14 +283,17 @@ def target_parts(
             spread = torch.rand(added, generator=w.generator, device=w.device)
             never[:, -1] = (w.token_logit() * (1 + spread / 2)).to(w.dtype)
             rows.append(never)
-        norm = w.norm(weights["model.norm.weight"], final=True)
+        offset = float(is_hybrid(config))
+        norm = w.norm(weights["model.norm.weight"], final=True, offset=offset)
         return {"lm_head.weight": torch.cat(rows), "model.norm.weight": norm}
+
+    kinds = layer_types(config, shape.layers)
 
     def make_layer(i: int) -> Part:
         source = f"model.layers.{i}." if i < config["num_hidden_layers"] else None
         return lambda: {
             f"model.layers.{i}.{name}": t
-            for name, t in layer(w, weights, source, config, shape).items()
+            for name, t in layer(w, weights, source, config, shape, kinds[i]).items()
         }
 
     yield make_embedding
@@ -326,13 +316,19 @@ def drafter_parts(
             "fc.weight": torch.cat(blocks, dim=1),
             "hidden_norm.weight": w.norm(weights["hidden_norm.weight"]),
             "norm.weight": w.norm(weights["norm.weight"], final=True),
+            **wide_heads(w, weights, shape.vocab),
         }
 
     def make_layer(i: int) -> Part:
         source = f"layers.{i}." if i < config["num_hidden_layers"] else None
-        return lambda: {
-            f"layers.{i}.{name}": t for name, t in layer(w, weights, source, config, shape).items()
-        }
+
+        def make() -> dict[str, Tensor]:
+            parts = layer(w, weights, source, config, shape)
+            if "conv_kernel_size" in config["dflash_config"]:
+                parts |= wide_convolutions(w, weights, source, config["dflash_config"])
+            return {f"layers.{i}.{name}": t for name, t in parts.items()}
+
+        return make
 
     yield make_ends
     yield from (make_layer(i) for i in range(shape.draft_layers))
@@ -378,13 +374,13 @@ def inflate(
 ) -> int:
     """Write out/target and out/drafter. Returns bytes written.
 
-    Raises ValueError if the shape cannot hold the pair, or the drafter has an embedding or a head
-    of its own.
+    Raises ValueError if the shape cannot hold the pair, or the drafter has an output head of its
+    own.
     """
     config, weights = read_folder(target)
     draft_config, draft_weights = read_folder(drafter)
     check(config, shape)
-    check(draft_config, shape)
+    check(draft_config, shape.drafter)
     ids = draft_config["dflash_config"]["target_layer_ids"]
     added_states = shape.draft_states - len(ids)
     added_layers = shape.layers - config["num_hidden_layers"]
@@ -392,33 +388,40 @@ def inflate(
         raise ValueError(f"{added_states} more states from {added_layers} added layers")
     if added_layers < 0 or shape.draft_layers < draft_config["num_hidden_layers"]:
         raise ValueError(f"{shape} has fewer layers than the pair")
-    if {"embed_tokens.weight", "lm_head.weight"} & set(draft_weights):
-        raise ValueError("the drafter must share the target's embedding and head")
+    if "lm_head.weight" in draft_weights:
+        raise ValueError("the drafter must share the target's output head")
     if config["rms_norm_eps"] != draft_config["rms_norm_eps"]:
         raise ValueError("target and drafter must have one rms_norm_eps")
 
     constant = shape.vocab > config["vocab_size"]
     widener = Widener(config["hidden_size"], shape.hidden, constant, dtype, device, seed)
+    if "conv_group_size" in draft_config["dflash_config"]:
+        check_convolutions(widener, draft_config["dflash_config"])
     name = str(dtype).removeprefix("torch.")
     total = write_folder(
         out / "target",
-        {**wide_config(config, shape, shape.layers, widener.rho), "torch_dtype": name},
+        {**wide_config(config, shape, widener.rho), "torch_dtype": name},
         target_parts(widener, config, weights, shape),
         target,
     )
     # States of added layers, spread over them; the last layer's output is not one of them.
     first = config["num_hidden_layers"]
     more = [first + added_layers * i // (added_states + 1) for i in range(1, added_states + 1)]
+    dflash = {**draft_config["dflash_config"], "target_layer_ids": [*ids, *more]}
+    if "conv_group_size" in dflash:
+        dflash["conv_group_size"] = wide_group(widener, dflash)
     new_config = {
-        **wide_config(draft_config, shape, shape.draft_layers, widener.rho),
+        **wide_config(draft_config, shape.drafter, widener.rho),
         "torch_dtype": name,
         "num_target_layers": shape.layers,
-        "dflash_config": {**draft_config["dflash_config"], "target_layer_ids": [*ids, *more]},
+        "dflash_config": dflash,
     }
+    if "target_layer_ids" in draft_config:  # DSpark
+        new_config["target_layer_ids"] = dflash["target_layer_ids"]
     total += write_folder(
         out / "drafter",
         new_config,
-        drafter_parts(widener, draft_config, draft_weights, shape),
+        drafter_parts(widener, draft_config, draft_weights, shape.drafter),
         drafter,
     )
     if (drafter / "mask_embedding.pt").exists():

@@ -74,7 +74,7 @@ def speculation(
     if name == "plain":
         return None, 1
     if kind == "chain" and number.isdecimal():
-        spec = {"method": chain_method(drafter), "model": drafter}
+        spec: dict[str, Any] = {"method": chain_method(drafter), "model": drafter}
         spec["num_speculative_tokens"] = int(number)
         if adaptive:
             spec["enable_adaptive_verification"] = True
@@ -273,7 +273,7 @@ def all_prompts(args: argparse.Namespace) -> dict[str, list[list[list[int]]]]:
 
 def loads_of(args: argparse.Namespace) -> list[tuple[str, dict[str, Any] | None, int, str]]:
     """(traffic's name in the record, SamplingParams, concurrency, traffic of the prompts)."""
-    loads = [
+    loads: list[tuple[str, dict[str, Any] | None, int, str]] = [
         (name, sampling_of(name), n, name)
         for name in args.traffic or [""]
         for n in args.concurrency

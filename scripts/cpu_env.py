@@ -216,11 +216,36 @@ def run(head: str, command: list[str]) -> None:
     done = f"{head}: {'done' if code == 0 else 'FAILED'} ({time.monotonic() - start:.0f} s)"
     print(f"\r\x1b[K{done}" if live else done, flush=True)
     if code != 0:
+        if no_network(LOG.read_text()):
+            print(
+                "\nSet-up failed: pip does not reach the package index. Check the network, "
+                "HTTPS_PROXY and PIP_INDEX_URL, then run the same command again: it resumes.",
+                file=sys.stderr,
+            )
+            sys.exit(1)
         print("\n".join(LOG.read_text().splitlines()[-25:]), file=sys.stderr)
         print(
             f"\nSet-up failed. Log: {LOG}. Run the same command again to resume.", file=sys.stderr
         )
         sys.exit(1)
+
+
+NETWORK = (
+    "NewConnectionError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ProxyError",
+    "Temporary failure in name resolution",
+    "Could not fetch URL",
+    "from versions: none",
+)
+"""What pip says where it does not reach an index."""
+
+
+def no_network(log: str) -> bool:
+    """Whether the last command of a log failed for want of a network."""
+    last = log.rpartition("\n$ ")[2]
+    return any(words in last for words in NETWORK)
 
 
 def pip(*arguments: str) -> list[str]:
@@ -266,4 +291,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print(
+            "\nInterrupted. The same command goes on where it stopped.", file=sys.stderr, flush=True
+        )
+        sys.exit(130)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a conditional drafter's checkpoint from a DFlash drafter and its trained heads.
 
-usage: python -m benchmarks.training.assemble dflash2 DRAFTER HEADS.safetensors OUT [--target T]
+usage: python -m benchmarks.training.assemble dflash2 DRAFTER NAME-heads.safetensors OUT
 
-Kinds: dflash2, lilicorr, dspark. The drafter's own weights stay as they are. DFlash2's convolutions
-become the identity. DSpark masks stand at the positions that they predict (`sample_from_anchor`
-false). vLLM reads the mask's embedding of a DSpark drafter from a vocabulary, so this one gets a
-vocabulary of its own, the target's with another row: `--target` is needed.
+Kinds: dflash2, lilicorr, dspark. The drafter's own weights stay as they are. The convolutions of
+DFlash2 become the identity. DSpark's masks stand at the positions that they predict
+(`sample_from_anchor` false). vLLM takes the embedding of DSpark's mask from a vocabulary, so this
+drafter gets one of its own, the target's with another row: `--target` is needed.
 """
 
 from __future__ import annotations

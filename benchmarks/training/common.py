@@ -184,12 +184,21 @@ def held_out(target: Target, tokens: Tensor, count: int, prompt: int, length: in
 
 
 @torch.no_grad()
-def with_features(target: Target, ids: Tensor, prompts: Tensor, batch: int = 64) -> Rollouts:
-    parts = []
-    for part in ids.split(batch):
+def with_features(
+    target: Target, ids: Tensor, prompts: Tensor, gigabytes: float = 14, batch: int = 64
+) -> Rollouts:
+    """Rollouts with their features: a random choice if all would take more memory."""
+    row = len(target.states) * target.sizes.hidden * STORED.itemsize * ids.shape[1]
+    most = max(1, int(gigabytes * 1e9 / row))
+    if len(ids) > most:
+        chosen = torch.randperm(len(ids), device=ids.device)[:most]
+        ids, prompts = ids[chosen], prompts[chosen]
+    width = len(target.states) * target.sizes.hidden
+    features = torch.empty(*ids.shape, width, dtype=STORED, device=ids.device)
+    for part, out in zip(ids.split(batch), features.split(batch), strict=True):
         with autocast():
-            parts.append(target(part.long())[1].to(STORED))
-    return Rollouts(ids, prompts, torch.cat(parts))
+            out.copy_(target(part.long())[1])
+    return Rollouts(ids, prompts, features)
 
 
 def labels_of(ids: Tensor, anchors: Tensor, count: int) -> Tensor:

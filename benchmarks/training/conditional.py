@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train conditional heads on a frozen DFlash drafter: DFlash2, LiLiCorr, DSpark (Markov).
+"""Train conditional heads on a frozen DFlash drafter: selector, LiLiCorr, Markov head.
 
 usage: python -m benchmarks.training.conditional NAME TARGET DRAFTER ROLLOUTS.npz OUT --until TIME
 

@@ -365,7 +365,7 @@ def main() -> None:
         args.rollouts,
         until,
     )
-    rollouts = with_features(student, *beside_corpus(ids, lengths, tokens))
+    rollouts = with_features(student, *beside_corpus(ids, lengths, tokens), gigabytes=24)
     say("features", tuple(rollouts.features.shape))
     drafter = load_drafter(args.drafter, DEVICE)
     new_config = {

@@ -37,9 +37,10 @@ def refusal(make: Callable[[], Any]) -> str:
 
 
 def edited(source: Path, folder: Path, **changes: Any) -> Path:
-    """A copy of a checkpoint's folder, weights left out, with changes in its config.json."""
+    """A copy of a checkpoint's folder, empty files for weights, with changes in its config.json."""
     skip = shutil.ignore_patterns("*.safetensors", "*.pt")
     shutil.copytree(source, folder, ignore=skip)
+    (folder / "model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}")  # no tensors
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return folder

@@ -17,7 +17,7 @@ from tests.config.checkpoints import as_speculators
     [
         (
             {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1, 9]}},
-            ["target layer 10", "4 layers"],
+            ["[0, 1, 9] name layer 9", "4 layers end with 3"],
         ),
         ({"dflash_config": {"mask_token_id": 1}}, ["target_layer_ids"]),
         ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, ["mask_token_id"]),

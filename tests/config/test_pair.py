@@ -41,7 +41,7 @@ def test_a_target_of_another_size(tmp_path: Path) -> None:
         (dflash(use_aux_hidden_state=False), ["use_aux_hidden_state", "3 of size 128"]),
         (dflash(target_layer_ids=[0, 1, 1]), ["target_layer_ids [0, 1, 1]", "twice"]),
         (dflash(target_layer_ids=[-2, 1, 2]), ["[-2, 1, 2]", "before the first"]),
-        (dflash(target_layer_ids=[0, 1, 4]), ["target layer 5", "4 layers"]),
+        (dflash(target_layer_ids=[0, 1, 4]), ["[0, 1, 4] name layer 4", "4 layers end with 3"]),
         (dflash(target_layer_ids=[0, 1.5]), ["[0, 1.5] are not whole numbers"]),
         (dflash(target_layer_ids=[0, "1"]), ["target_layer_ids are not whole numbers"]),
         ({"vocab_size": 4000}, ["4000 tokens", "target's 2048"]),

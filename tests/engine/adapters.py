@@ -14,6 +14,14 @@ from safetensors.torch import load_file, save_file
 RANK = 4
 
 
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of all files of a checkpoint."""
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
 def make_adapter(
     folder: Path, target: Path, seed: int, scale: float, lm_head: bool = False
 ) -> Path:
@@ -27,7 +35,7 @@ def make_adapter(
         lm_head: whether it changes the head, too.
 
     """
-    weights = load_file(target / "model.safetensors")
+    weights = read_weights(target)
     generator = torch.Generator().manual_seed(seed)
     adapter = {}
     names = [name for name in weights if name.endswith("_proj.weight")]
@@ -56,7 +64,7 @@ def make_adapter(
 def merged(folder: Path, target: Path, adapter: Path) -> Path:
     """The target with an adapter's part added to its weights, in float32."""
     shutil.copytree(target, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    weights = {k: v.float() for k, v in load_file(target / "model.safetensors").items()}
+    weights = {k: v.float() for k, v in read_weights(target).items()}
     parts = load_file(adapter / "adapter_model.safetensors")
     for name in parts:
         if name.endswith(".lora_A.weight"):

@@ -238,3 +238,32 @@ def qwen3_next(folder: Path, **sizes: Any) -> Pair:
     }
     keys = {**HYBRID, **experts, **sizes}
     return random_pair(folder, Qwen3NextConfig(vocab_size=VOCABULARY, **keys))
+
+
+def nemotron_h(folder: Path, **sizes: Any) -> Pair:
+    """vLLM's own Nemotron-H: Mamba2 layers beside attention without positions, and MLPs."""
+    from transformers import NemotronHConfig
+
+    keys: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "layers_block_type": [
+            *("linear_attention", "mlp", "linear_attention", "full_attention"),
+            *("linear_attention", "mlp", "full_attention", "linear_attention"),
+        ],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "expand": 2,
+        "chunk_size": 32,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return random_pair(folder, NemotronHConfig(vocab_size=VOCABULARY, **{**keys, **sizes}))

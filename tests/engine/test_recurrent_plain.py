@@ -11,11 +11,11 @@ import pytest
 
 from tests.conftest import Pair
 from tests.engine.harness import greedy, run_engine
-from tests.engine.models import qwen3_5, qwen3_next
+from tests.engine.models import nemotron_h, qwen3_5, qwen3_next
 from tests.oracle.hybrid import HybridTarget
 
 
-@pytest.mark.parametrize("make", [qwen3_5, qwen3_next])
+@pytest.mark.parametrize("make", [qwen3_5, qwen3_next, nemotron_h])
 def test_greedy_tokens(make: Callable[[Path], Pair], tmp_path: Path) -> None:
     """Prompts of one token, of several, and one in two chunks."""
     target = make(tmp_path).target

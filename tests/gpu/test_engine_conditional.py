@@ -47,23 +47,23 @@ def texts(pair: Pair) -> list[list[int]]:
 
 
 @pytest.fixture(params=list(KINDS))
-def pair(request: pytest.FixtureRequest, tmp_path: Path, small_pair: Pair) -> Pair:
+def drafting_pair(request: pytest.FixtureRequest, tmp_path: Path, small_pair: Pair) -> Pair:
     keys = {"follow": texts(small_pair)} if request.param == "dspark-anchor" else {}
     return KINDS[request.param](tmp_path, small_pair, **keys)._replace(name=request.param)
 
 
 @pytest.mark.parametrize("keys", [{}, {"conditional": False}], ids=["conditional", "unary"])
-def test_texts_are_the_targets(pair: Pair, small_pair: Pair, keys: dict[str, Any]) -> None:
-    run = serve(pair, {**spec(pair, 31), **keys}, **GRAPHS)
-    print(pair.name, keys, run.result.counters.acceptance_length, dict(run.drafts))
+def test_texts_are_the_targets(drafting_pair: Pair, small_pair: Pair, keys: dict[str, Any]) -> None:
+    run = serve(drafting_pair, {**spec(drafting_pair, 31), **keys}, **GRAPHS)
+    print(drafting_pair.name, keys, run.result.counters.acceptance_length, dict(run.drafts))
     assert 0 < run.result.counters.num_accepted_tokens < run.result.counters.num_draft_tokens
     assert run.replays and sum(run.drafts.values()) > 20
     assert run.compiled == []
     check_gaps(gaps(small_pair, run.judged))
 
 
-def test_the_automatic_budget(pair: Pair, small_pair: Pair) -> None:
-    run = serve(pair, spec(pair, "auto"), **GRAPHS)
+def test_the_automatic_budget(drafting_pair: Pair, small_pair: Pair) -> None:
+    run = serve(drafting_pair, spec(drafting_pair, "auto"), **GRAPHS)
     assert run.result.counters.num_accepted_tokens > 0
     assert run.compiled == []
     check_gaps(gaps(small_pair, run.judged))
@@ -94,17 +94,21 @@ def drafts_by_position(pair: Pair, speculation: dict[str, Any]) -> dict[int, lis
     return found
 
 
-def test_chains_are_vllms_own(pair: Pair) -> None:
+def test_chains_are_vllms_own(drafting_pair: Pair) -> None:
     """Where both methods drafted after the same token, they drafted the same."""
-    method = "dspark" if pair.name.startswith("dspark") else "dflash"
-    depth = pair.block_size if pair.name == "dspark-anchor" else pair.block_size - 1
-    chain = {"method": method, "model": str(pair.drafter), "num_speculative_tokens": depth}
-    theirs = drafts_by_position(pair, chain)
-    ours = drafts_by_position(pair, spec(pair, 31))
+    method = "dspark" if drafting_pair.name.startswith("dspark") else "dflash"
+    depth = (
+        drafting_pair.block_size
+        if drafting_pair.name == "dspark-anchor"
+        else drafting_pair.block_size - 1
+    )
+    chain = {"method": method, "model": str(drafting_pair.drafter), "num_speculative_tokens": depth}
+    theirs = drafts_by_position(drafting_pair, chain)
+    ours = drafts_by_position(drafting_pair, spec(drafting_pair, 31))
     both = sorted(theirs.keys() & ours.keys())
     assert len(both) >= 10
     equal = [a == b for p in both for a, b in zip(theirs[p], ours[p][:depth], strict=True)]
-    print(pair.name, len(both), sum(equal) / len(equal))
+    print(drafting_pair.name, len(both), sum(equal) / len(equal))
     assert sum(equal) >= EQUAL * len(equal)
 
 

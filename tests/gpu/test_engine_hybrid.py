@@ -43,7 +43,7 @@ ENGINES: dict[str, tuple[int | str, dict[str, Any], bool]] = {
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def hybrid_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return models.qwen3_5(
         tmp_path_factory.mktemp("hybrid"),
         hidden_size=256,
@@ -85,19 +85,19 @@ def served(pair: Pair, name: str) -> Result:
     return result
 
 
-def test_texts_are_the_targets_own(pair: Pair) -> None:
+def test_texts_are_the_targets_own(hybrid_pair: Pair) -> None:
     for name in ENGINES:
-        result = served(pair, name)
+        result = served(hybrid_pair, name)
         texts = list(zip([*PROMPTS, *PROMPTS], result.token_ids, strict=True))
         states = {key: ENGINES[name][1].get(key, "auto") for key in ("mamba_ssm_cache_dtype",)}
-        check_gaps(gaps(pair, texts, **TOKENS, **states), **UNTRAINED)
+        check_gaps(gaps(hybrid_pair, texts, **TOKENS, **states), **UNTRAINED)
 
 
-def test_states_take_what_plain_decoding_takes(pair: Pair) -> None:
+def test_states_take_what_plain_decoding_takes(hybrid_pair: Pair) -> None:
     """Blocks of the KV cache that a request needs, and tokens that it holds, at two budgets."""
     tokens = []
-    for speculation in (None, spec(pair, 7), spec(pair, 63)):
-        with open_engine(pair.target, speculation, **{**ENGINE, **TOKENS, **EAGER}) as llm:
+    for speculation in (None, spec(hybrid_pair, 7), spec(hybrid_pair, 63)):
+        with open_engine(hybrid_pair.target, speculation, **{**ENGINE, **TOKENS, **EAGER}) as llm:
             runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
             groups = runner.kv_cache_config.kv_cache_groups
             tokens.append(
@@ -110,13 +110,13 @@ def test_states_take_what_plain_decoding_takes(pair: Pair) -> None:
     assert tokens[0] == tokens[1] == tokens[2] and tokens[0]
 
 
-def test_sleep(pair: Pair) -> None:
+def test_sleep(hybrid_pair: Pair) -> None:
     """States and what points to them are there again when the engine wakes."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     engine = {**ENGINE, **TOKENS, **ALIGNED, "enable_sleep_mode": True}
-    with open_engine(pair.target, spec(pair, 15), **engine) as llm:
+    with open_engine(hybrid_pair.target, spec(hybrid_pair, 15), **engine) as llm:
 
         def tokens() -> list[Any]:
             # One at a time: no batch whose shape depends on when a request came.

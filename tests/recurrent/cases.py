@@ -7,7 +7,7 @@ of other requests, the rows before a tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from tests.attention.tree_cases import ancestor_sets, pack_masks, random_tree
 from vllm_ddtree.recurrent import reference
 from vllm_ddtree.recurrent.commit import BlockMoves, StateCommit
 from vllm_ddtree.recurrent.inputs import tree_inputs
-from vllm_ddtree.recurrent.layer import RecurrentLayer
+from vllm_ddtree.recurrent.layer import RecurrentLayer, StateLayer
 from vllm_ddtree.recurrent.rows import BLOCK_ROWS, RecurrentRows, TreeStep, prepare_recurrent_rows
 from vllm_ddtree.recurrent.stash import Stash
 from vllm_ddtree.recurrent.verify import tree_delta_rule
@@ -90,6 +90,9 @@ def tree(seed: int, num_rows: int, max_depth: int = 15) -> list[int]:
 
 class Step:
     """One step of a batch: rows of every request, and what the model gives a layer for them."""
+
+    make_layer: Callable[..., Any] = staticmethod(make_layer)
+    """The layer of this kind of recurrence."""
 
     def __init__(
         self,
@@ -232,7 +235,7 @@ class Step:
 
     def commit(
         self,
-        layers: Sequence[RecurrentLayer],
+        layers: Sequence[StateLayer],
         paths: Sequence[Sequence[int]],
         groups: Sequence[int] = (0,),
         blocks: torch.Tensor | None = None,

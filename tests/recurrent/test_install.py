@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_ddtree.config.loaded_target import check_recurrent_layer
@@ -16,19 +17,28 @@ from vllm_ddtree.patches import states
 from vllm_ddtree.recurrent.rows import RecurrentRows, prepare_recurrent_rows
 
 
-def layer(conv: torch.dtype = torch.bfloat16, dim: int = 128, kind: Any = None) -> Any:
+def layer(
+    conv: torch.dtype = torch.bfloat16,
+    dim: int = 128,
+    kind: Any = None,
+    replay: bool = False,
+    stochastic: bool = False,
+) -> Any:
     kind = kind or QwenGatedDeltaNetAttention
     made = object.__new__(kind)
     torch.nn.Module.__init__(made)
     made.model_config = SimpleNamespace(dtype=torch.bfloat16)
-    made.head_k_dim = made.head_v_dim = dim
+    made.use_replayssm = replay
+    made.mamba_config = SimpleNamespace(enable_stochastic_rounding=stochastic)
     object.__setattr__(made, "get_state_dtype", lambda: (conv, torch.float32))
+    object.__setattr__(made, "get_state_shape", lambda: ((3, 4), (2, dim, dim)))
     return made
 
 
 def test_layers_that_are_taken() -> None:
     check_recurrent_layer("layers.0", layer())
     check_recurrent_layer("layers.0", layer(dim=256))
+    check_recurrent_layer("layers.0", layer(kind=MambaMixer2))
 
 
 class Other(QwenGatedDeltaNetAttention):
@@ -41,6 +51,9 @@ class Other(QwenGatedDeltaNetAttention):
         ({"kind": Other}, "layers.0: Other is no gated delta net"),
         ({"conv": torch.float32}, "--mamba-cache-dtype=float32: leave it out"),
         ({"dim": 512}, "heads of 512 and 512"),
+        ({"kind": MambaMixer2, "dim": 512}, "heads of 512 and 512"),
+        ({"kind": MambaMixer2, "replay": True}, "--use-replayssm=True: leave it out"),
+        ({"kind": MambaMixer2, "stochastic": True}, "-cache-stochastic-rounding=True: leave"),
     ],
 )
 def test_layers_that_are_refused(given: dict[str, Any], what: str) -> None:

@@ -28,19 +28,25 @@ MIXED = [
 ATOL = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def check_round(sizes: Sizes, requests: list[Request], seed: int = 0, **kwargs: int) -> None:
-    """One round of a layer, from the rows to the commit; kwargs go to `Step`."""
-    step = Step(sizes, requests, seed, **kwargs)
-    layer = make_layer(sizes, step.num_blocks, seed)
+def check_round(
+    sizes: Sizes,
+    requests: list[Request],
+    seed: int = 0,
+    kind: type[Step] = Step,
+    **kwargs: int,
+) -> None:
+    """One round of a layer, from the rows to the commit; kwargs go to `kind`."""
+    step = kind(sizes, requests, seed, **kwargs)
+    layer = step.make_layer(sizes, step.num_blocks, seed)
     before = layer.states.clone(), layer.conv_states.clone()
     atol, rng = ATOL[sizes.dtype], np.random.default_rng(seed)
-    expected = [step.reference(layer, req) if r.parents else None for req, r in enumerate(requests)]
     paths = [
         path_to(r.parents, int(rng.integers(len(r.parents)))) if r.parents else [] for r in requests
     ]
 
     step.prepare()
     qkv = step.convolve(layer)
+    expected = [step.reference(layer, req) if r.parents else None for req, r in enumerate(requests)]
     out = step.verify(layer, qkv)
     assert qkv[~step.in_tree].isnan().all(), "rows outside trees were written"
     assert out[~step.in_tree].isnan().all(), "rows outside trees were written"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ddtree import integration
@@ -12,10 +13,15 @@ from vllm_ddtree.config.pair import check_pair, draft_vocab_size, warn_of_pair
 from vllm_ddtree.integration import Family
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.config.model import ModelConfig
     from vllm.config.speculative import SpeculativeConfig
 
 MAX_BLOCK_SIZE = 32
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+"""Files of weights, as vLLM's default loader looks for them."""
+POINTER = b"version https://git-lfs"
+"""How a file begins that stands for one that Git LFS has not fetched."""
 
 
 def draft_block_size(draft: ModelConfig) -> int | None:
@@ -103,6 +109,38 @@ def check_drafter(spec: SpeculativeConfig, family: Family, asked_tokens: Any = N
     check_pair(spec, layers)
     warn_of_pair(spec, layers)
     return block_size
+
+
+def weights_error(model: str) -> str | None:
+    """What is wrong with the weights of a checkpoint's folder, without reading them.
+
+    Args:
+        model: a folder; of a hub name nothing is known here.
+
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    files = [path for pattern in WEIGHTS for path in sorted(folder.glob(pattern))]
+    if not files:
+        return f"{model} has no weights ({', '.join(WEIGHTS)}); give a folder with all its files"
+    for path in files:
+        with path.open("rb") as file:
+            if file.read(len(POINTER)) == POINTER:
+                return f"{path} is a pointer of Git LFS; fetch the weights with git lfs pull"
+    return None
+
+
+def check_weights(vllm_config: VllmConfig) -> None:
+    """Raise ValueError for a drafter whose folder has no weights, where vLLM would look for some.
+
+    vLLM's loader says so in the worker, after the target's weights are loaded.
+    """
+    spec = vllm_config.speculative_config
+    load = spec.draft_load_config or vllm_config.load_config
+    draft = spec.draft_model_config
+    if load.load_format in ("auto", "hf") and (what := weights_error(draft.model)) is not None:
+        raise bad_key("model", draft.model, what)
 
 
 def check_vocabulary(spec: SpeculativeConfig, family: Family) -> None:

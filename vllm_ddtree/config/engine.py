@@ -14,12 +14,14 @@ from vllm.v1.attention.backends import fa_utils
 
 from vllm_ddtree.attention.registry import FP8_CACHES
 from vllm_ddtree.config.attention import fitting_backend, set_attention_backend
+from vllm_ddtree.config.drafter import check_weights
 from vllm_ddtree.config.errors import bad_flag
 from vllm_ddtree.config.graphs import set_capture_sizes
 from vllm_ddtree.config.speculative import DDTreeConfig
 from vllm_ddtree.config.target import check_target
 from vllm_ddtree.config.token_budget import (
     check_token_budget,
+    explain_advice,
     set_active_requests,
     set_fitting_schedule,
 )
@@ -94,6 +96,8 @@ def finish_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> No
     set_active_requests(engine_args, vllm_config)
     set_fitting_schedule(vllm_config)
     set_capture_sizes(engine_args, vllm_config)
+    check_weights(vllm_config)
+    explain_advice(vllm_config)
 
 
 def _check_method(spec: SpeculativeConfig | None) -> None:

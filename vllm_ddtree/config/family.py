@@ -79,9 +79,9 @@ def _mismatched(checkpoint: dict[str, Any], family: Family) -> Iterator[str]:
         projector = section.get("projector_type")
         if projector is not None and projector != family.value.lower():
             yield (f"give a plain {family.value} drafter, not one of projector_type={projector!r}")
-        head = section.get("markov_head_type")
-        if family is Family.DSPARK and head not in (None, "vanilla"):
-            yield f"give a drafter whose markov_head_type is 'vanilla', not {head!r}"
+        kind = section.get("markov_head_type")
+        if family is Family.DSPARK and kind not in (None, "vanilla"):
+            yield f"give a drafter whose markov_head_type is 'vanilla', not {kind!r}"
 
 
 def fixed_top_k(model: str, hf_config: Any, family: Family) -> int | None:

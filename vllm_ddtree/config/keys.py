@@ -48,6 +48,14 @@ FIXED_KEYS: dict[str, tuple[Any, str]] = {
     "parallel_drafting": (True, "DFlash always drafts in parallel"),
 }
 """Keys of `method: dflash` that DDTree takes at one value only: key -> (value, reason)."""
+OTHER_KEYS = {
+    "num_speculative_tokens_per_batch_size": "use budget_per_batch_size, in nodes",
+    "tensor_parallel_size": "use draft_tensor_parallel_size",
+    "speculative_token_tree": (
+        "leave it out: every round makes its own tree; budget sets the number of nodes"
+    ),
+}
+"""Keys of other methods, or of other releases of vLLM, and what to use here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +154,8 @@ def check_keys(keys: dict[str, Any]) -> None:
             allowed, reason = FIXED_KEYS[key]
             if value is not None and value != allowed:
                 raise bad_key(key, value, f"leave it out or give {allowed!r} ({reason})")
-        elif key == "num_speculative_tokens_per_batch_size":
-            raise bad_key(key, value, "use budget_per_batch_size, in nodes")
-        elif key == "tensor_parallel_size":
-            raise bad_key(key, value, "use draft_tensor_parallel_size")
+        elif key in OTHER_KEYS:
+            raise bad_key(key, value, OTHER_KEYS[key])
         elif key not in known:
             near = difflib.get_close_matches(key, known, 1)
             names = ", ".join((*OWN_KEYS, *dflash))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.attention.backend import AttentionType
@@ -23,6 +23,7 @@ from vllm_ddtree.attention.registry import BACKENDS, FP8_CACHES, backend, one_of
 from vllm_ddtree.config.attention import named_backend_hint
 from vllm_ddtree.config.errors import bad_flag, bad_layer, bad_target
 from vllm_ddtree.recurrent.install import recurrent_layers
+from vllm_ddtree.recurrent.kinds import KINDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,10 +106,15 @@ def check_recurrent_layer(name: str, layer: Any) -> None:
         layer: a recurrent layer of vLLM, its weights loaded.
 
     """
-    # Subclasses compute something else behind `_forward_core`.
-    if type(layer) is not QwenGatedDeltaNetAttention:
+    if type(layer) not in KINDS:
         kind = type(layer).__name__
-        raise bad_layer(name, f"{kind} is no gated delta net as in Qwen3-Next and Qwen3.5")
+        raise bad_layer(
+            name,
+            f"{kind} is no gated delta net as in Qwen3-Next and Qwen3.5, and no Mamba2 as in "
+            "Nemotron-H",
+        )
+    if type(layer) is MambaMixer2:
+        _check_mamba2_layer(layer)
     conv_dtype, state_dtype = layer.get_state_dtype()
     if conv_dtype != layer.model_config.dtype:
         raise bad_flag(
@@ -116,8 +122,17 @@ def check_recurrent_layer(name: str, layer: Any) -> None:
         )
     if not state_dtype.is_floating_point or state_dtype.itemsize < 2:
         raise bad_layer(name, f"states of {state_dtype}")
-    if max(layer.head_k_dim, layer.head_v_dim) > 256:
-        raise bad_layer(name, f"heads of {layer.head_k_dim} and {layer.head_v_dim}")
+    _, value_dim, key_dim = layer.get_state_shape()[1]
+    if max(key_dim, value_dim) > 256:
+        raise bad_layer(name, f"heads of {key_dim} and {value_dim}")
+
+
+def _check_mamba2_layer(layer: Any) -> None:
+    """Refuse states of Mamba2 layers that are not those of the last token, or are not rounded."""
+    if layer.use_replayssm:
+        raise bad_flag("--use-replayssm", True, "leave it out")
+    if layer.mamba_config.enable_stochastic_rounding:
+        raise bad_flag("--enable-mamba-cache-stochastic-rounding", True, "leave it out")
 
 
 def _check_latent_layer(name: str, layer: Any) -> None:

@@ -19,7 +19,6 @@ from vllm_ddtree.config.keys import is_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-    from vllm.config.model import ModelConfig
     from vllm.config.speculative import SpeculativeConfig
 
 logger = init_logger("vllm.ddtree")
@@ -43,7 +42,7 @@ def check_pair(spec: SpeculativeConfig, layers: tuple[int, ...]) -> None:
 
     """
     for what in (
-        *_bad_layers(spec.target_model_config, layers),
+        *_bad_layers(spec, layers),
         *_bad_sizes(spec, len(layers)),
         *_bad_heads(spec),
         *_bad_windows(spec.draft_model_config.hf_config),
@@ -52,22 +51,27 @@ def check_pair(spec: SpeculativeConfig, layers: tuple[int, ...]) -> None:
         raise bad_key("model", spec.draft_model_config.model, what)
 
 
-def _bad_layers(target: ModelConfig, layers: tuple[int, ...]) -> Iterator[str]:
+def _bad_layers(spec: SpeculativeConfig, layers: tuple[int, ...]) -> Iterator[str]:
     """vLLM gives each layer's hidden states once, and none of layers that are not there."""
-    ids = [layer - 1 for layer in layers]
+    # As config.json has them: DFlash counts the target's layers from 0, the speculators library
+    # from 1.
+    draft, key, first = spec.draft_model_config, "aux_hidden_state_layer_ids", 1
+    if key not in integration.checkpoint_config(draft.model, draft.revision):
+        key, first = "target_layer_ids", 0
     if not all(is_whole(layer) for layer in layers):
-        yield f"its target_layer_ids {ids} are not whole numbers"
+        yield f"its {key} {[layer - 1 + first for layer in layers]} are not whole numbers"
         return
-    num_layers = target.get_total_num_hidden_layers()
+    ids = [layer - 1 + first for layer in layers]
+    num_layers = spec.target_model_config.get_total_num_hidden_layers()
     if max(layers) > num_layers:
         yield (
-            f"it reads target layer {max(layers)}, but the target has {num_layers} layers: "
-            f"{TRAINED_FOR}"
+            f"its {key} {ids} name layer {max(ids)}, and the target's {num_layers} layers end with "
+            f"{num_layers - 1 + first}: {TRAINED_FOR}"
         )
     if min(layers) < 0:
-        yield f"its target_layer_ids {ids} name a layer before the first: {TRAINED_FOR}"
+        yield f"its {key} {ids} name a layer before the first: {TRAINED_FOR}"
     if len(set(layers)) < len(layers):
-        yield f"its target_layer_ids {ids} name a layer twice: give a DFlash drafter"
+        yield f"its {key} {ids} name a layer twice: give a DFlash drafter"
 
 
 def _bad_sizes(spec: SpeculativeConfig, num_states: int) -> Iterator[str]:

@@ -19,9 +19,9 @@ def check_target(model: ModelConfig) -> None:
     """
     for bad, what in (
         (
-            model.is_attention_free or (model.is_hybrid and not _has_gated_delta_net(model)),
-            "recurrent layers other than gated delta net beside attention (Mamba, KDA, short "
-            "convolutions)",
+            model.is_attention_free or (model.is_hybrid and not _follows_trees(model)),
+            "recurrent layers other than gated delta net and Mamba2 beside attention (Mamba, KDA, "
+            "short convolutions)",
         ),
         (model.is_encoder_decoder, "an encoder"),
         (hasattr(model.hf_text_config, "index_topk"), "sparse latent attention (an indexer)"),
@@ -31,8 +31,15 @@ def check_target(model: ModelConfig) -> None:
             raise bad_target(model.model, f"it has {what}")
 
 
-def _has_gated_delta_net(model: ModelConfig) -> bool:
-    """Whether a target's recurrent layers are those of Qwen3-Next and Qwen3.5, by their sizes."""
+RECURRENT = (
+    ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+)
+"""Sizes that configurations name of recurrent layers that follow trees: gated delta net as in
+Qwen3-Next and Qwen3.5, Mamba2 as in Nemotron-H. The loaded layers are looked at, too."""
+
+
+def _follows_trees(model: ModelConfig) -> bool:
+    """Whether a target's recurrent layers are of a kind that follows trees, by their sizes."""
     config = model.hf_text_config
-    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim")
-    return all(hasattr(config, name) for name in names)
+    return any(all(hasattr(config, name) for name in names) for names in RECURRENT)

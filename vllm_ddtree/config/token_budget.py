@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.ddtree")
 
+FEW_TOKENS = 8192
+"""vLLM warns of steps with fewer tokens than this (config/vllm.py, `max_num_scheduled_tokens`)."""
+
 
 def check_token_budget(vllm_config: VllmConfig) -> None:
     """Raise ValueError for a limit under which a tree or a draft would never run whole."""
@@ -44,6 +47,20 @@ def check_token_budget(vllm_config: VllmConfig) -> None:
                 f"{flag}={value} is too small for method ddtree with {budget}: a request verifies "
                 f"{rows} tokens a step; leave it out, raise it to at least {rows} or {lower}"
             )
+
+
+def explain_advice(vllm_config: VllmConfig) -> None:
+    """Say what vLLM's advice to decrease num_speculative_tokens means here, after it was given."""
+    spec: DDTreeConfig = vllm_config.speculative_config
+    tokens = vllm_config.scheduler_config.max_num_scheduled_tokens
+    if tokens is not None and tokens < FEW_TOKENS:
+        logger.info(
+            "ddtree: the num_speculative_tokens of vLLM's warning above is the budget here, which "
+            "is %s. A step has %d tokens for trees and prefills; raise --max-num-batched-tokens if "
+            "prefills are slow",
+            f"auto (up to {spec.budget})" if spec.auto_budget else spec.budget,
+            tokens,
+        )
 
 
 def set_active_requests(engine_args: EngineArgs, vllm_config: VllmConfig) -> None:

@@ -32,6 +32,7 @@ from vllm_ddtree.integration.dummy import (
 )
 from vllm_ddtree.integration.families import Family
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
+from vllm_ddtree.integration.importing import when_imported
 from vllm_ddtree.integration.metrics import new_spec_decoding_stats
 from vllm_ddtree.integration.replace import replace, resolve, restore
 from vllm_ddtree.integration.requests import request_limits
@@ -75,4 +76,5 @@ __all__ = [
     "target_backend",
     "tokenizer_vocabulary",
     "vllm_version",
+    "when_imported",
 ]

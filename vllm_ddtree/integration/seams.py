@@ -240,6 +240,12 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "QwenGatedDeltaNetAttention: head_k_dim head_v_dim enable_fused_gdn_spec_decode",
         "QwenGatedDeltaNetAttention: gdn_decode_kernel",
     ),
+    "vllm.model_executor.layers.mamba.mamba_mixer2": (
+        "MambaMixer2: conv_ssm_forward(projected_states, output) get_state_shape() num_spec",
+        "MambaMixer2: conv_weights conv1d A D dt_bias n_groups tp_size activation use_replayssm",
+        "MambaMixer2: tped_intermediate_size tped_conv_size tped_dt_size mamba_config",
+    ),
+    "vllm.config.mamba": ("MambaConfig: enable_stochastic_rounding",),
     "vllm.v1.kv_cache_interface": (
         "KVCacheSpec: block_size",
         "MambaSpec: num_speculative_blocks mamba_cache_mode",
@@ -252,6 +258,18 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "num_accepted_tokens, num_decode_draft_tokens_cpu, fast_build)",
         "GDNAttentionMetadataBuilder: build_for_cudagraph_capture(common_attn_metadata)",
         "GDNAttentionMetadataBuilder: mamba_aligned_state_indices",
+    ),
+    "vllm.v1.attention.backends.mamba2_attn": (
+        "Mamba2AttentionBackend: get_builder_cls()",
+        "Mamba2AttentionMetadataBuilder: checkpoint_builder",
+    ),
+    "vllm.model_executor.layers.mamba.checkpoint": ("MambaPrefillCheckpointBuilder: vllm_config",),
+    "vllm.v1.attention.backends.mamba_attn": (
+        "BaseMambaAttentionMetadataBuilder: __init__(kv_cache_spec, layer_names, vllm_config, "
+        "device)",
+        "BaseMambaAttentionMetadataBuilder: build(common_prefix_len, common_attn_metadata, "
+        "fast_build, ...) build_for_cudagraph_capture(common_attn_metadata)",
+        "BaseMambaAttentionMetadataBuilder: supports_update_block_table",
     ),
     # Drafter.
     "vllm.v1.worker.gpu.spec_decode": ("init_speculator(vllm_config, device, req_states)",),

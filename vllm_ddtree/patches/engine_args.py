@@ -42,11 +42,19 @@ class _Asked:
         given = tuple(flag for flag in flags if flag[2] is not None)
         return cls(engine_args.model, engine_args.speculative_config, given)
 
-    def is_ddtree(self) -> bool:
+    def method(self) -> Any:
+        """As given, None if none is."""
         methods = [value for _, key, value in self.flags if key == "method"]
         if isinstance(self.config, dict):
             methods.append(self.config.get("method"))
-        return methods[:1] == ["ddtree"]
+        return methods[0] if methods else None
+
+    def is_ddtree(self) -> bool:
+        return self.method() == "ddtree"
+
+    def is_given(self) -> bool:
+        """Whether the user asked for speculation of any method."""
+        return bool(self.flags) or bool(self.config)
 
     def keys(self) -> dict[str, Any]:
         """The speculative_config and the short flags together.
@@ -107,17 +115,33 @@ def _take_named_drafter(engine_args: EngineArgs, asked: _Asked, keys: dict[str, 
 def create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_speculative_config`."""
 
-    def create(self: EngineArgs, target_model_config: Any, target_parallel_config: Any) -> Any:
+    def create_another(self: EngineArgs, asked: _Asked, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except ValueError as error:
+            if not asked.is_given():
+                raise
+            from vllm_ddtree.config.hints import meant
+
+            given = asked.config if isinstance(asked.config, dict) else {}
+            named = {key: value for _, key, value in asked.flags}
+            refused = meant(asked.method(), {**given, **named}, error)
+            if refused is None:
+                raise
+            raise refused from error
+
+    def create(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         asked = _asked.get() or _Asked.of(self)
         if not asked.is_ddtree():
-            return original(
-                self,
-                target_model_config=target_model_config,
-                target_parallel_config=target_parallel_config,
-            )
+            return create_another(self, asked, *args, **kwargs)
+        integration.require()
+        return create_tree(self, asked, *args, **kwargs)
+
+    def create_tree(
+        self: EngineArgs, asked: _Asked, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
         keys = asked.keys()
         _take_named_drafter(self, asked, keys)
-        integration.require()
         from vllm_ddtree.config.speculative import make_config
 
         spec = make_config(keys, target_model_config, target_parallel_config)
@@ -143,7 +167,12 @@ def create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         except ValueError as error:
             if "max_num_batched_tokens" in str(error):
                 engine.check_adapters(self, _made.get())
-            raise
+            from vllm_ddtree.config.hints import advice
+
+            refused = advice(error)
+            if refused is None:
+                raise
+            raise refused from error
         finally:
             _asked.reset(tokens[0])
             _made.reset(tokens[1])

@@ -14,7 +14,7 @@ from vllm_ddtree import integration
 class When(Enum):
     """When a function is replaced."""
 
-    REGISTERED = "in every process, by `register()`"
+    REGISTERED = "in every process that imports `EngineArgs`, by `register()`"
     CONFIGURED = "in a process in which a DDTree configuration exists"
     WORKER = "in a worker, when its DDTree model state is made"
     CHECKED = "as CONFIGURED, with VLLM_DDTREE_CHECK=1"
@@ -61,7 +61,7 @@ PATCHES = (
     Patch(
         "vllm.config.vllm:VllmConfig.num_lookahead_tokens",
         f"{_OURS}.engine_args:num_lookahead_tokens",
-        When.REGISTERED,
+        When.CONFIGURED,
         "The draft block may be longer than budget + 1 tokens.",
     ),
     # Front-end.
@@ -248,7 +248,7 @@ OBJECTS = (
     ),
     Change(
         "QwenGatedDeltaNetAttention._forward_core",
-        "vllm_ddtree.recurrent.install:install_recurrent",
+        "vllm_ddtree.recurrent.kinds:set_delta_core",
         "A target's recurrent layer follows the trees.",
     ),
     Change(
@@ -263,8 +263,13 @@ OBJECTS = (
     ),
     Change(
         "QwenGatedDeltaNetAttention.enable_fused_gdn_spec_decode",
-        "vllm_ddtree.recurrent.install:install_recurrent",
+        "vllm_ddtree.recurrent.kinds:set_delta_core",
         "It goes through `_forward_core`, not to a kernel for chains; with `gdn_decode_kernel`.",
+    ),
+    Change(
+        "MambaMixer2.conv_ssm_forward",
+        "vllm_ddtree.recurrent.kinds:set_mamba2_core",
+        "A target's recurrent layer follows the trees; with `get_attn_backend` and `num_spec`.",
     ),
     Change(
         "Scheduler.dynamic_sd_lookup",
@@ -340,7 +345,7 @@ def remove() -> None:
 
 
 def configured() -> None:
-    """A DDTree configuration exists in this process (listener of `presence`).
+    """A DDTree configuration exists in this process: replace what it needs.
 
     Raises:
         ValueError: this vLLM is not supported.

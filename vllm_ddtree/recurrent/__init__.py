@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on recurrent layers: gated delta net with its short convolution."""
+"""Trees on recurrent layers, with their short convolution: gated delta net, Mamba2, and Kimi delta
+attention, which is not in the engine yet."""

@@ -27,7 +27,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.recurrent.inputs import rounded_product
-from vllm_ddtree.recurrent.layer import RecurrentLayer
+from vllm_ddtree.recurrent.layer import StateLayer
 from vllm_ddtree.recurrent.rows import RecurrentRows
 from vllm_ddtree.recurrent.stash import Stash
 
@@ -62,9 +62,7 @@ class StateCommit:
 
     """
 
-    def __init__(
-        self, layers: Sequence[RecurrentLayer], stash: Stash, groups: Sequence[int]
-    ) -> None:
+    def __init__(self, layers: Sequence[StateLayer], stash: Stash, groups: Sequence[int]) -> None:
         if len({_layout(layer) for layer in layers}) != 1:
             raise ValueError("the layers of a commit must agree in shapes, strides and dtypes")
         first = layers[0]
@@ -167,13 +165,17 @@ class StateCommit:
             gates,
             *of_step,
             *strides,
-            *gates.stride()[:3],
+            *gates.stride()[:2],
+            *_places_of_gates(first, gates),
             *first.states.stride()[:3],
             STATE=_triton_dtype(first.states),
             ALIGNMENT=self._alignment,
             MOVES=moves is not None,
+            CORRECTS=first.corrects,
+            BY_CHANNEL=first.by_channel,
             GROUP=first.num_heads // first.num_key_heads,
-            KEY_HEADS=first.num_key_heads,
+            KEY_START=first.key_start,
+            VALUE_START=first.value_start,
             KEY_DIM=first.key_dim,
             VALUE_DIM=first.value_dim,
             BLOCKS_V=blocks_v,
@@ -183,10 +185,17 @@ class StateCommit:
         )
 
 
-def _layout(layer: RecurrentLayer) -> tuple[object, ...]:
+def _layout(layer: StateLayer) -> tuple[object, ...]:
     tensors = (layer.conv_states, layer.states, layer.conv_weight, layer.conv_bias)
     layouts = (t is not None and (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    return (*layouts, layer.num_key_heads, layer.silu)
+    return (type(layer), *layouts, layer.num_key_heads, layer.silu)
+
+
+def _places_of_gates(layer: StateLayer, gates: torch.Tensor) -> tuple[int, int]:
+    """From one head's decay (its first) to the next head's, and to its beta."""
+    if layer.by_channel:
+        return gates.stride(2), layer.key_dim
+    return gates.stride(3), gates.stride(2)
 
 
 def _triton_dtype(tensor: torch.Tensor) -> tl.dtype:
@@ -358,7 +367,7 @@ def _replay_kernel(
     states_ptr,  # [L] of [N, Hv, VALUE_DIM, KEY_DIM]
     groups_ptr,  # [L]
     inputs_ptr,  # [L, max_tree_rows, C], convolved
-    gates_ptr,  # [L, max_tree_rows, 3, Hv]
+    gates_ptr,  # [L, max_tree_rows, 3, Hv], or [L, max_tree_rows, Hv, KEY_DIM + 1] if BY_CHANNEL
     starts_ptr,  # [R]
     state_indices_ptr,  # [groups, R]
     moved_ptr,  # [groups, R]
@@ -375,15 +384,19 @@ def _replay_kernel(
     path_stride,
     gates_stride_l,
     gates_stride_t,
-    gates_stride_g,
+    gates_stride_h,
+    beta_offset,
     state_stride_n,
     state_stride_h,
     state_stride_v,
     STATE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     MOVES: tl.constexpr,
+    CORRECTS: tl.constexpr,  # whether an update is what the state lacks of a value
+    BY_CHANNEL: tl.constexpr,  # whether each key channel has a decay
     GROUP: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
+    KEY_START: tl.constexpr,
+    VALUE_START: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCKS_V: tl.constexpr,
@@ -402,13 +415,13 @@ def _replay_kernel(
 
     start = tl.load(starts_ptr + req).to(tl.int64)
     inputs_ptr += layer * inputs_stride_l + start * inputs_stride_t
-    gates_ptr += layer * gates_stride_l + start * gates_stride_t + head
+    gates_ptr += layer * gates_stride_l + start * gates_stride_t + head * gates_stride_h
     path_rows_ptr += req * path_stride
     dim = tl.arange(0, BLOCK_K)
     in_dim = dim < KEY_DIM
     in_columns = column < VALUE_DIM
-    key_ptr = inputs_ptr + (KEY_HEADS + head // GROUP) * KEY_DIM + dim
-    value_ptr = inputs_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+    key_ptr = inputs_ptr + KEY_START + head // GROUP * KEY_DIM + dim
+    value_ptr = inputs_ptr + VALUE_START + head * VALUE_DIM + column
 
     states = tl.cast(tl.load(states_ptr + layer), tl.pointer_type(STATE))
     states = tl.multiple_of(states, ALIGNMENT)
@@ -424,12 +437,17 @@ def _replay_kernel(
         row = tl.load(path_rows_ptr + step)
         k = tl.load(key_ptr + row * inputs_stride_t, mask=in_dim, other=0.0).to(tl.float32)
         v = tl.load(value_ptr + row * inputs_stride_t, mask=in_columns, other=0.0)
-        g = tl.load(gates_ptr + row * gates_stride_t)
-        beta = tl.load(gates_ptr + row * gates_stride_t + gates_stride_g)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        state *= tl.exp(g)
-        u = beta * (v.to(tl.float32) - tl.sum(state * k[None, :], 1))
-        state += u[:, None] * k[None, :]
+        beta = tl.load(gates_ptr + row * gates_stride_t + beta_offset)
+        if BY_CHANNEL:
+            g = tl.load(gates_ptr + row * gates_stride_t + dim, mask=in_dim, other=0.0)
+            state *= tl.exp(g)[None, :]
+        else:
+            state *= tl.exp(tl.load(gates_ptr + row * gates_stride_t))
+        u = v.to(tl.float32)
+        if CORRECTS:
+            k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+            u -= tl.sum(state * k[None, :], 1)
+        state += (beta * u)[:, None] * k[None, :]
         if MOVES:  # noqa: SIM102  decided when compiled
             if step + 1 == boundary:
                 block = tl.load(boundary_blocks_ptr + group * boundary_stride + req).to(tl.int64)

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_ddtree.recurrent.inputs import tree_inputs
-from vllm_ddtree.recurrent.metadata import TreeStateMetadata
+from vllm_ddtree.recurrent.layer import RecurrentLayer
+from vllm_ddtree.recurrent.metadata import plain_rows_alone, tree_metadata
 from vllm_ddtree.recurrent.verify import tree_delta_rule
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
     from vllm_ddtree.recurrent.target import RecurrentTarget
 
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -37,26 +40,38 @@ def tree_core(name: str, own: Core, target: RecurrentTarget) -> Core:
     def core(
         mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
-        all_metadata = get_forward_context().attn_metadata
-        metadata = all_metadata.get(name) if isinstance(all_metadata, dict) else None
-        if not isinstance(metadata, TreeStateMetadata):
+        metadata = tree_metadata(name)
+        if metadata is None:
             own(mixed_qkv, b, a, core_attn_out)
             return
-        assert isinstance(all_metadata, dict) and metadata.tree is not None
+        assert metadata.tree is not None
         if metadata.plain is not None:
             # First: rows before a tree move the states on from which it is verified.
             rows = metadata.plain_rows
             assert rows is not None
             out = core_attn_out.new_zeros(len(rows), *core_attn_out.shape[1:])
-            all_metadata[name] = metadata.plain
-            try:
+            with plain_rows_alone(name, metadata):
                 own(mixed_qkv[rows], b[rows], a[rows], out)
-            finally:
-                all_metadata[name] = metadata
             core_attn_out.index_copy_(0, rows, out)
         layer, stash, updates = target.of_layer(name)
+        assert isinstance(layer, RecurrentLayer)
         convolved = mixed_qkv.new_empty(mixed_qkv.shape)
         tree_inputs(layer, metadata.tree, mixed_qkv, a, b, convolved, stash)
         tree_delta_rule(layer, metadata.tree, convolved, stash.gates, core_attn_out, updates)
 
     return core
+
+
+def delta_view(layer: QwenGatedDeltaNetAttention) -> RecurrentLayer:
+    """A layer's tensors, whose caches are bound."""
+    conv_states, states = layer.kv_cache
+    return RecurrentLayer(
+        conv_states=conv_states if is_conv_state_dim_first() else conv_states.transpose(-1, -2),
+        states=states,
+        conv_weight=layer.conv1d.weight.flatten(1),
+        conv_bias=layer.conv1d.bias,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        num_key_heads=layer.num_k_heads // layer.tp_size,
+        silu=layer.activation in ("silu", "swish"),
+    )

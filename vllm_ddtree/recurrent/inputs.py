@@ -179,14 +179,62 @@ def _tree_inputs_kernel(
             )
         return
 
+    convolve_rows(
+        inputs_ptr + root * inputs_stride,
+        weight_ptr,
+        bias_ptr,
+        conv_states_ptr + state_index * state_stride_n,
+        taps_ptr + start * (WIDTH - 1),
+        out_ptr + root * out_stride,
+        stash_ptr + start * stash_stride,
+        inputs_stride,
+        weight_stride,
+        state_stride_c,
+        state_stride_t,
+        out_stride,
+        stash_stride,
+        first,
+        tail_len,
+        NUM_CHANNELS,
+        WIDTH,
+        BIAS,
+        SILU,
+        BLOCK_T,
+        BLOCK_C,
+    )
+
+
+@triton.jit
+def convolve_rows(
+    inputs_ptr,  # from here on: the request's own rows
+    weight_ptr,
+    bias_ptr,
+    conv_states_ptr,  # of the request
+    taps_ptr,
+    out_ptr,
+    stash_ptr,
+    inputs_stride,
+    weight_stride,
+    state_stride_c,
+    state_stride_t,
+    out_stride,
+    stash_stride,
+    first,
+    tail_len,
+    NUM_CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One program's channels of the tree rows from `first` on; stashes their inputs."""
     node = first + tl.arange(0, BLOCK_T)
     in_tree = node < tail_len
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = channel < NUM_CHANNELS
     in_tile = in_tree[:, None] & there[None, :]
-    inputs_ptr += root * inputs_stride
-    conv_states_ptr += state_index * state_stride_n
-    taps_ptr += (start + node) * (WIDTH - 1)
+    taps_ptr += node * (WIDTH - 1)
 
     acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     if BIAS:
@@ -219,13 +267,11 @@ def _tree_inputs_kernel(
     if SILU:
         acc = acc / (1 + tl.exp(-acc))
     tl.store(
-        out_ptr + (root + node)[:, None] * out_stride + channel[None, :],
+        out_ptr + node[:, None] * out_stride + channel[None, :],
         acc.to(out_ptr.dtype.element_ty),
         mask=in_tile,
     )
-    tl.store(
-        stash_ptr + (start + node)[:, None] * stash_stride + channel[None, :], own, mask=in_tile
-    )
+    tl.store(stash_ptr + node[:, None] * stash_stride + channel[None, :], own, mask=in_tile)
 
 
 @triton.jit
@@ -277,7 +323,7 @@ def _gates(
             x = x.to(tl.float32) + dt_bias[None, :]
             g = rate[None, :] * tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
             sees = on_path(masks_ptr, mask_stride, num_words, node, in_tree, before, BLOCK_M)
-            total = _add_selected(total, sees, g, EXACT)
+            total = add_selected(total, sees, g, EXACT)
         beta = tl.load(b_ptr + node[:, None] * b_stride + head[None, :], mask=in_tile, other=0.0)
         gates = gates_ptr + node[:, None] * gates_stride_t + head[None, :]
         # The last of the blocks is the rows' own.
@@ -287,7 +333,7 @@ def _gates(
 
 
 @triton.jit
-def _add_selected(total, sees, g, EXACT: tl.constexpr):
+def add_selected(total, sees, g, EXACT: tl.constexpr):
     """total + sees g, with all bits of the float32 g."""
     selected = tl.where(sees, 1.0, 0.0)
     if EXACT:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 
-from vllm_ddtree.recurrent.forward import tree_core
+from vllm_ddtree.recurrent.kinds import KINDS
 from vllm_ddtree.recurrent.metadata import tree_backend
 from vllm_ddtree.recurrent.target import RecurrentTarget
 
@@ -44,6 +43,9 @@ def install_recurrent(
     Returns:
         The layers together; None if the target has none.
 
+    Raises:
+        ValueError: layers of different kinds or shapes.
+
     """
     layers = recurrent_layers(vllm_config)
     if not layers:
@@ -51,12 +53,14 @@ def install_recurrent(
     for layer in layers.values():
         # A layer widens its states by this number. Ours need no room for drafts.
         layer.num_spec = 0
-        # Else vLLM goes past `_forward_core`, to a kernel for its own chains.
-        layer.enable_fused_gdn_spec_decode = False
-        layer.gdn_decode_kernel = "triton"
-    target = RecurrentTarget(vllm_config, layers, runtime, device)
+    kinds = {type(layer) for layer in layers.values()}
+    if len(kinds) > 1:
+        raise ValueError("recurrent layers of different kinds")
+    kind = KINDS[kinds.pop()]
+    backend = tree_backend(kind.backend)
+    target = RecurrentTarget(vllm_config, layers, kind, runtime, device)
     for name, layer in layers.items():
         layer.tree_target = target
-        layer.get_attn_backend = lambda: tree_backend(GDNAttentionBackend)
-        layer._forward_core = tree_core(name, layer._forward_core, target)
+        layer.get_attn_backend = lambda: backend
+        kind.set_core(name, layer, target)
     return target

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of one gated-delta-net layer, as vLLM's layer has them."""
+"""The tensors of one recurrent layer, as vLLM's layer has them.
+
+All kinds of layers have a short convolution over queries, keys and values, and a state [V, K] a
+head. They differ in what decays and what updates it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 
-@dataclass(frozen=True)
-class RecurrentLayer:
-    """Weights and caches of one layer. The convolution's channels are queries, keys and values.
+@dataclass(frozen=True, kw_only=True)
+class StateLayer:
+    """Weights and caches that layers of every kind have.
+
+    The convolution's channels are queries, keys and values, in this order unless a kind says
+    otherwise.
 
     Raises:
         ValueError: shapes do not fit each other, or an innermost stride is not 1.
@@ -26,14 +34,15 @@ class RecurrentLayer:
     """[C, W], oldest tap first."""
     conv_bias: torch.Tensor | None
     """[C], or None."""
-    A_log: torch.Tensor
-    """[Hv]."""
-    dt_bias: torch.Tensor
-    """[Hv]."""
     num_key_heads: int
     """Hk; value head h reads key head h // (Hv / Hk)."""
     silu: bool = True
     """Whether SiLU follows the convolution."""
+    corrects: ClassVar[bool] = True
+    """Whether keys have length 1 and an update is what a value differs by from what the state says
+    for its key (the delta rule)."""
+    by_channel: ClassVar[bool] = False
+    """Whether each key channel has a decay of its own."""
 
     def __post_init__(self) -> None:
         channels = 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
@@ -78,3 +87,23 @@ class RecurrentLayer:
     def width(self) -> int:
         """W, taps of the convolution."""
         return self.conv_weight.shape[1]
+
+    @property
+    def key_start(self) -> int:
+        """First channel of the keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_start(self) -> int:
+        """First channel of the values."""
+        return 2 * self.num_key_heads * self.key_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentLayer(StateLayer):
+    """A gated-delta-net layer."""
+
+    A_log: torch.Tensor
+    """[Hv]."""
+    dt_bias: torch.Tensor
+    """[Hv]."""

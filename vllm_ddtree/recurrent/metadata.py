@@ -1,30 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of gated-delta-net layers for steps with trees.
+"""The metadata of recurrent layers for steps with trees.
 
-vLLM's builder (v1/attention/backends/gdn_attn.py) makes them for rows outside trees, as if the
-batch had no other; a step without trees is left to it altogether. For vLLM's own chains it would
-give every draft token a block of states; it is never asked to.
+vLLM's builders (v1/attention/backends/gdn_attn.py, mamba2_attn.py) make them for rows outside
+trees, as if the batch had no other; a step without trees is left to them altogether. For vLLM's own
+chains they would give every draft token a block of states; they are never asked to.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
 
 from vllm_ddtree.recurrent.rows import TreeStep
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import (
         AttentionBackend,
         AttentionMetadataBuilder,
         CommonAttentionMetadata,
     )
+    from vllm.v1.kv_cache_interface import MambaSpec
 
     from vllm_ddtree.recurrent.target import RecurrentTarget
 
@@ -39,6 +46,27 @@ class TreeStateMetadata(GDNAttentionMetadata):
     """vLLM's metadata of the rows outside trees; None: there are none."""
     plain_rows: torch.Tensor | None = None
     """int64 [n], these rows in the batch."""
+
+
+def tree_metadata(name: str) -> TreeStateMetadata | None:
+    """A layer's metadata in the forward in progress; None: the step has no trees, or no metadata
+    at all.
+    """
+    all_metadata = get_forward_context().attn_metadata
+    metadata = all_metadata.get(name) if isinstance(all_metadata, dict) else None
+    return metadata if isinstance(metadata, TreeStateMetadata) else None
+
+
+@contextmanager
+def plain_rows_alone(name: str, metadata: TreeStateMetadata) -> Iterator[None]:
+    """Within, a layer's metadata are vLLM's, of a batch of the rows outside trees."""
+    all_metadata = get_forward_context().attn_metadata
+    assert isinstance(all_metadata, dict)
+    all_metadata[name] = metadata.plain
+    try:
+        yield
+    finally:
+        all_metadata[name] = metadata
 
 
 @dataclass(frozen=True)
@@ -119,9 +147,30 @@ def plain_metadata(
 
 @functools.cache
 def tree_builder(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadataBuilder]:
-    """The tree-aware form of vLLM's builder of gated-delta-net metadata."""
+    """The tree-aware form of vLLM's builder of a recurrent layer's metadata."""
+    # This builder takes short prefills for vLLM's chains where there is speculation, and finds a
+    # request's block from its length.
+    by_length = issubclass(base, BaseMambaAttentionMetadataBuilder)
 
     class TreeStateBuilder(base):
+        def __init__(
+            self,
+            kv_cache_spec: MambaSpec,
+            layer_names: list[str],
+            vllm_config: VllmConfig,
+            device: torch.device,
+        ) -> None:
+            alone = vllm_config
+            if by_length:
+                alone = copy.copy(vllm_config)
+                alone.speculative_config = None
+            super().__init__(kv_cache_spec, layer_names, alone, device)
+            if by_length:
+                # Where states inside a prompt are cached depends on the speculation.
+                self.checkpoint_builder.vllm_config = vllm_config
+            # Trees of another KV group have other blocks.
+            self.supports_update_block_table = False
+
         def build(
             self,
             common_prefix_len: int,
@@ -148,9 +197,16 @@ def tree_builder(base: type[AttentionMetadataBuilder]) -> type[AttentionMetadata
                 reqs = async_tensor_h2d(part.reqs, device=device)
                 plain = plain_metadata(common, part, step.tree_lens, indices, reqs)
                 # Rows before a tree work in the block of the request's last row.
-                self.mamba_aligned_state_indices = target.state_indices(name)[reqs][:, None]
-                metadata.plain = super().build(0, plain, fast_build=fast_build)
-                del self.mamba_aligned_state_indices
+                blocks = target.state_indices(name)[reqs][:, None]
+                if by_length:
+                    table = plain.block_table_tensor
+                    before_tree = target.rows.lens[reqs][:, None] > 0
+                    plain.block_table_tensor = torch.where(before_tree, blocks, table)
+                    metadata.plain = super().build(0, plain, fast_build=fast_build)
+                else:
+                    self.mamba_aligned_state_indices = blocks
+                    metadata.plain = super().build(0, plain, fast_build=fast_build)
+                    del self.mamba_aligned_state_indices
                 metadata.plain_rows = indices
             return metadata
 
@@ -175,7 +231,7 @@ def _empty(num_tokens: int) -> TreeStateMetadata:
 
 @functools.cache
 def tree_backend(base: type[AttentionBackend]) -> type[AttentionBackend]:
-    """The tree-aware form of vLLM's backend of gated-delta-net layers; it keeps the name."""
+    """The tree-aware form of vLLM's backend of recurrent layers; it keeps the name."""
 
     class TreeStateBackend(base):
         @staticmethod

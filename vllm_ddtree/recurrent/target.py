@@ -5,26 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.worker.mamba_utils import get_mamba_groups
 
 from vllm_ddtree.recurrent.blocks import StateBlocks
 from vllm_ddtree.recurrent.capacity import max_tree_rows
 from vllm_ddtree.recurrent.commit import StateCommit
-from vllm_ddtree.recurrent.layer import RecurrentLayer
+from vllm_ddtree.recurrent.layer import StateLayer
 from vllm_ddtree.recurrent.rows import BLOCK_ROWS, RecurrentRows, TreeStep, prepare_recurrent_rows
 from vllm_ddtree.recurrent.stash import LayerStash, Stash
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu.block_table import BlockTables
 
+    from vllm_ddtree.recurrent.kinds import LayerKind
     from vllm_ddtree.round.layout import Layout
     from vllm_ddtree.round.runtime import Runtime
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class States:
     """The states that vLLM has allocated, and what works on them."""
 
-    layers: dict[str, RecurrentLayer]
+    layers: dict[str, StateLayer]
     """By name, in the stash's order."""
     blocks: StateBlocks
     """The blocks of the step in progress."""
@@ -42,13 +42,14 @@ class States:
 
 
 class RecurrentTarget:
-    """All gated-delta-net layers of a target, which are alike.
+    """All recurrent layers of a target, which are alike.
 
     Its buffers are made with it, before vLLM measures the memory that is left for KV blocks.
 
     Args:
         vllm_config: the engine's.
         layers: vLLM's layers by name.
+        kind: of all of them.
         runtime: the engine's.
         device: of the worker.
 
@@ -60,11 +61,13 @@ class RecurrentTarget:
     def __init__(
         self,
         vllm_config: VllmConfig,
-        layers: Mapping[str, QwenGatedDeltaNetAttention],
+        layers: Mapping[str, MambaBase],
+        kind: LayerKind,
         runtime: Runtime,
         device: torch.device,
     ) -> None:
-        self.layers = dict(layers)
+        self.layers: dict[str, Any] = dict(layers)
+        self._kind = kind
         self.runtime = runtime
         self._places = {name: place for place, name in enumerate(self.layers)}
         self._max_num_reqs = vllm_config.scheduler_config.max_num_seqs
@@ -87,7 +90,7 @@ class RecurrentTarget:
             device,
         )
         self._updates = None
-        if runtime.num_rows > BLOCK_ROWS:
+        if kind.solves and runtime.num_rows > BLOCK_ROWS:
             shape = (rows, num_heads, value_dim)
             self._updates = torch.empty(shape, dtype=torch.float32, device=device)
         self._tables: list[torch.Tensor] = []
@@ -151,7 +154,7 @@ class RecurrentTarget:
         a sleeping engine gives back, and pointers would not be there when it wakes.
         """
         if self._states is None:
-            views = {name: _view(layer) for name, layer in self.layers.items()}
+            views = {name: self._kind.view(layer) for name, layer in self.layers.items()}
             groups = [self._groups[name] for name in self.layers]
             self._states = States(
                 views,
@@ -224,7 +227,7 @@ class RecurrentTarget:
         """int32 [max_num_reqs], block of each request's states in the KV group of a layer."""
         return self.blocks.indices[self._groups[name]]
 
-    def of_layer(self, name: str) -> tuple[RecurrentLayer, LayerStash, torch.Tensor | None]:
+    def of_layer(self, name: str) -> tuple[StateLayer, LayerStash, torch.Tensor | None]:
         """A layer's tensors, its stash, and scratch for large trees."""
         return self.states.layers[name], self._stash[self._places[name]], self._updates
 
@@ -244,18 +247,3 @@ class RecurrentTarget:
             num_reqs,
             moves,
         )
-
-
-def _view(layer: QwenGatedDeltaNetAttention) -> RecurrentLayer:
-    """A layer's tensors, whose caches are bound."""
-    conv_states, states = layer.kv_cache
-    return RecurrentLayer(
-        conv_states=conv_states if is_conv_state_dim_first() else conv_states.transpose(-1, -2),
-        states=states,
-        conv_weight=layer.conv1d.weight.flatten(1),
-        conv_bias=layer.conv1d.bias,
-        A_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        num_key_heads=layer.num_k_heads // layer.tp_size,
-        silu=layer.activation in ("silu", "swish"),
-    )

@@ -4,20 +4,8 @@
 `reference.py` has the mathematics. No row has a recurrent state: a program reads its part of the
 committed state once, and writes outputs. The state itself stays; `commit.py` moves it on.
 
-The triangular system (I + M) U = R is solved by levels. A row's level is the number of its
-ancestors in its block of rows, and M only leads from lower levels to higher ones. The inverse of
-the diagonal parts of M over groups of 2^s levels, T_s, starts as the identity (one level), and
-
-    T_{s+1} = T_s - T_s M_s T_s        M_s: M from the lower to the upper half of each new group
-
-so log2(levels) steps give the inverse: 4 for trees of depth 15, whatever the number of rows. Each
-T_s is an inverse in itself and its entries stay small, unlike the powers of M, which an expansion
-in them would have to cancel. Trees of more than one block of rows are solved block after block.
-
-For bfloat16 rows the tensor cores' products serve, each with more bits than the outputs are rounded
-to: products of rows with rows are exact, float32 factors go in as two bfloat16 parts (16 bits), and
-the inverse, whose elements are at most 1 (a row's update is a contraction), as float16 (11 bits).
-Nothing but outputs leaves this kernel, so no error lives on in a state.
+`products.py` has the matrix products and the triangular system. Trees of more than one block of
+rows are solved block after block.
 """
 
 from __future__ import annotations
@@ -27,6 +15,14 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.recurrent.layer import RecurrentLayer
+from vllm_ddtree.recurrent.products import (
+    inverse_norm,
+    load_rows,
+    path_decay,
+    product,
+    solve,
+    state_product,
+)
 from vllm_ddtree.recurrent.rows import BLOCK_ROWS, TreeStep, on_path
 
 
@@ -184,7 +180,7 @@ def _tree_delta_rule_kernel(
     in_dim = dim < KEY_DIM
     in_columns = column < VALUE_DIM
     state_ptr = states_ptr + state_index * state_stride_n + head * state_stride_h
-    state = _load_rows(state_ptr, column, state_stride_v, in_columns, dim, in_dim).to(tl.float32)
+    state = load_rows(state_ptr, column, state_stride_v, in_columns, dim, in_dim).to(tl.float32)
     if launch_pdl:
         # The state does not come from `tree_inputs`; all that follows does.
         tl.extra.cuda.gdc_wait()
@@ -193,38 +189,38 @@ def _tree_delta_rule_kernel(
     for first in range(0, tail_len if BLOCKS else 1, BLOCK_M):
         node = first + i
         in_tree = node < tail_len
-        q = _load_rows(query_ptr, node, inputs_stride, in_tree, dim, in_dim)
-        k = _load_rows(key_ptr, node, inputs_stride, in_tree, dim, in_dim)
-        v = _load_rows(value_ptr, node, inputs_stride, in_tree, column, in_columns).to(tl.float32)
+        q = load_rows(query_ptr, node, inputs_stride, in_tree, dim, in_dim)
+        k = load_rows(key_ptr, node, inputs_stride, in_tree, dim, in_dim)
+        v = load_rows(value_ptr, node, inputs_stride, in_tree, column, in_columns).to(tl.float32)
         beta = tl.load(beta_ptr + node * gates_stride_t, mask=in_tree, other=0.0)
         total = tl.load(total_ptr + node * gates_stride_t, mask=in_tree, other=0.0)
         level = tl.load(levels_ptr + node, mask=in_tree, other=0)
-        q_norm = _inverse_norm(q) * scale
-        k_norm = _inverse_norm(k)
+        q_norm = inverse_norm(q) * scale
+        k_norm = inverse_norm(k)
 
         kept = tl.exp(total)
-        right = v - _state_product(k, state, EXACT) * (kept * k_norm)[:, None]
-        out = _state_product(q, state, EXACT) * (kept * q_norm)[:, None]
+        right = v - state_product(k, state, EXACT) * (kept * k_norm)[:, None]
+        out = state_product(q, state, EXACT) * (kept * q_norm)[:, None]
         if BLOCKS:
             for before in range(0, first, BLOCK_M):
                 earlier = before + i  # all in the tree
-                k_before = _load_rows(key_ptr, earlier, inputs_stride, i >= 0, dim, in_dim)
-                u_before = _load_rows(
+                k_before = load_rows(key_ptr, earlier, inputs_stride, i >= 0, dim, in_dim)
+                u_before = load_rows(
                     updates_ptr, earlier, updates_stride_t, i >= 0, column, in_columns
                 )
                 sees = on_path(masks_ptr, mask_stride, num_words, node, in_tree, before, BLOCK_M)
-                decay = _decay(sees, total, tl.load(total_ptr + earlier * gates_stride_t))
-                decay *= _inverse_norm(k_before)[None, :]
+                decay = path_decay(sees, total, tl.load(total_ptr + earlier * gates_stride_t))
+                decay *= inverse_norm(k_before)[None, :]
                 by_key = decay * tl.dot(k, tl.trans(k_before), input_precision="ieee")
-                right -= k_norm[:, None] * _product(by_key, u_before, EXACT)
+                right -= k_norm[:, None] * product(by_key, u_before, EXACT)
                 by_query = decay * tl.dot(q, tl.trans(k_before), input_precision="ieee")
-                out += q_norm[:, None] * _product(by_query, u_before, EXACT)
+                out += q_norm[:, None] * product(by_query, u_before, EXACT)
 
         sees = on_path(masks_ptr, mask_stride, num_words, node, in_tree, first, BLOCK_M)
-        decay = _decay(sees, total, total) * k_norm[None, :]
+        decay = path_decay(sees, total, total) * k_norm[None, :]
         m = decay * (beta * k_norm)[:, None] * tl.dot(k, tl.trans(k), input_precision="ieee")
         m = tl.where(i[:, None] == i[None, :], 0.0, m)
-        u = _solve(m, level, right * beta[:, None], BLOCK_M, HALVINGS, EXACT)
+        u = solve(m, level, right * beta[:, None], BLOCK_M, HALVINGS, EXACT)
         if BLOCKS:
             tl.store(
                 updates_ptr + node[:, None] * updates_stride_t + column[None, :],
@@ -233,97 +229,9 @@ def _tree_delta_rule_kernel(
             )
             tl.debug_barrier()
         p = decay * q_norm[:, None] * tl.dot(q, tl.trans(k), input_precision="ieee")
-        out += _product(p, u, EXACT)
+        out += product(p, u, EXACT)
         tl.store(
             out_ptr + node[:, None] * out_stride_t + column[None, :],
             out.to(out_ptr.dtype.element_ty),
             mask=in_tree[:, None] & in_columns[None, :],
         )
-
-
-@triton.jit
-def _load_rows(base_ptr, row, stride, in_rows, column, in_columns):
-    """[rows, columns] in the rows' dtype, 0 outside."""
-    return tl.load(
-        base_ptr + row[:, None] * stride + column[None, :],
-        mask=in_rows[:, None] & in_columns[None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def _inverse_norm(x):
-    """1 / sqrt(x . x + epsilon) of each row: products of raw bfloat16 rows are exact, and scaled
-    afterwards."""
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
-
-
-@triton.jit
-def _decay(sees, total, total_before):
-    """exp of the decays' sum after row j up to row i, 0 if j is not on the path to i."""
-    # The mask first: between rows that are not related the difference may be positive.
-    return tl.exp(tl.where(sees, total[:, None] - total_before[None, :], float("-inf")))
-
-
-@triton.jit
-def _state_product(rows, state, EXACT: tl.constexpr):
-    """rows [M, K] times the transpose of the float32 state [V, K]."""
-    if rows.dtype == tl.bfloat16:
-        # The state in two parts: as bfloat16 alone it would lose what a float32 cache is for.
-        high = state.to(tl.bfloat16)
-        low = (state - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(rows, tl.trans(low), tl.dot(rows, tl.trans(high)))
-    else:
-        return _product(rows.to(tl.float32), tl.trans(state), EXACT)
-
-
-@triton.jit
-def _solve(
-    m,  # [BLOCK_M, BLOCK_M]
-    level,  # [BLOCK_M]
-    right,  # [BLOCK_M, V]
-    BLOCK_M: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """(I + m)^-1 right, where m leads from rows of lower levels to rows of higher ones."""
-    i = tl.arange(0, BLOCK_M)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0) - _between_halves(m, level, 0)
-    for s in tl.static_range(1, HALVINGS - 1):
-        between = _small_product(inverse, _between_halves(m, level, s), EXACT)
-        inverse -= _small_product(between, inverse, EXACT)
-    # The last step on the right side itself.
-    u = _product(inverse, right, EXACT)
-    up = _product(_between_halves(m, level, HALVINGS - 1), u, EXACT)
-    return u - _product(inverse, up, EXACT)
-
-
-@triton.jit
-def _product(x, y, EXACT: tl.constexpr):
-    """x y of float32 matrices: as products of their bfloat16 parts, which have 16 bits together."""
-    if EXACT:
-        return tl.dot(x, y, input_precision="ieee")
-    else:
-        x_high = x.to(tl.bfloat16)
-        x_low = (x - x_high.to(tl.float32)).to(tl.bfloat16)
-        y_high = y.to(tl.bfloat16)
-        y_low = (y - y_high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
-
-
-@triton.jit
-def _small_product(x, y, EXACT: tl.constexpr):
-    """x y of float32 matrices with elements of the size of 1: in float16, which has 11 bits."""
-    if EXACT:
-        return tl.dot(x, y, input_precision="ieee")
-    else:
-        return tl.dot(x.to(tl.float16), y.to(tl.float16))
-
-
-@triton.jit
-def _between_halves(m, level, s: tl.constexpr):
-    """The part of m from the lower to the upper 2^s levels of each group of 2^(s + 1)."""
-    half = level >> s
-    is_upper = (half & 1) == 1
-    return tl.where(is_upper[:, None] & (half[None, :] == half[:, None] - 1), m, 0.0)

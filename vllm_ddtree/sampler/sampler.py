@@ -31,6 +31,7 @@ from vllm_ddtree.round.emitted import Emitted
 from vllm_ddtree.round.kinds import StepKinds
 from vllm_ddtree.round.layout import Layout
 from vllm_ddtree.sampler.walk import path_logit_rows, walk
+from vllm_ddtree.trace.write import make_writer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -123,6 +124,7 @@ class TreeRejectionSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, speculative_config, device)
         self.runtime = runtime
+        self._writer = make_writer(speculative_config)
 
     def __call__(
         self,
@@ -167,6 +169,9 @@ class TreeRejectionSampler(RejectionSampler):
             batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
+        if self._writer is not None:
+            prefill_lens = self.sampler.req_states.prefill_len.gpu
+            self._writer.step(runtime, batch, emitted, num_sampled, prefill_lens)
         return TreeSamplerOutput(
             sampled_token_ids=emitted.tokens_and_facts,
             logprobs_tensors=_join([d.logprobs for d in details], batch.cu_num_logits_np),

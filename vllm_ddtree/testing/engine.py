@@ -98,24 +98,26 @@ def generate(
     prompts: Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams],
     on_tokens: Callable[[int], object] | None = None,
+    on_output: Callable[[RequestOutput], object] | None = None,
 ) -> Result:
     """Completes all prompts at once, with one SamplingParams or one a prompt.
 
     A prompt is text, token ids, or vLLM's own dict (with images, say).
 
     `on_tokens` is called with the number of new tokens after every step of the engine; the engine
-    must then run in this process and every request have one sample. Prefix caching, if on, sees
-    what earlier calls left.
+    must then run in this process and every request have one sample. `on_output` is called with
+    every output of a step; the request's id is the prompt's place. Prefix caching, if on, sees what
+    earlier calls left.
     """
     inputs = [p if isinstance(p, (str, dict)) else {"prompt_token_ids": [*p]} for p in prompts]
     before, start = Counters.read(llm), time.perf_counter()
-    if on_tokens is None:
+    if on_tokens is None and on_output is None:
         params = (
             sampling_params if not isinstance(sampling_params, Sequence) else [*sampling_params]
         )
         outputs = llm.generate(inputs, params, use_tqdm=False)
     else:
-        outputs = _step_through(llm, inputs, sampling_params, on_tokens)
+        outputs = _step_through(llm, inputs, sampling_params, on_tokens, on_output)
     seconds = time.perf_counter() - start
     samples = [sample for output in outputs for sample in output.outputs]
     return Result(
@@ -131,7 +133,8 @@ def _step_through(
     llm: LLM,
     inputs: Sequence[Any],
     sampling_params: SamplingParams | Sequence[SamplingParams],
-    on_tokens: Callable[[int], object],
+    on_tokens: Callable[[int], object] | None,
+    on_output: Callable[[RequestOutput], object] | None,
 ) -> list[RequestOutput]:
     """What `LLM.generate` does, one engine step at a time."""
     engine = llm.llm_engine
@@ -144,7 +147,10 @@ def _step_through(
         for output in engine.step():
             latest[output.request_id] = output
             count = len(output.outputs[0].token_ids)
-            on_tokens(count - seen.get(output.request_id, 0))
+            if on_tokens is not None:
+                on_tokens(count - seen.get(output.request_id, 0))
+            if on_output is not None:
+                on_output(output)
             seen[output.request_id] = count
     return [latest[str(index)] for index in range(len(inputs))]
 
@@ -155,8 +161,9 @@ def run_engine(
     prompts: Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams],
     on_tokens: Callable[[int], object] | None = None,
+    on_output: Callable[[RequestOutput], object] | None = None,
     **llm_kwargs: Any,
 ) -> Result:
     """`open_engine`, one `generate`, shut down."""
     with open_engine(target, spec, **llm_kwargs) as llm:
-        return generate(llm, prompts, sampling_params, on_tokens)
+        return generate(llm, prompts, sampling_params, on_tokens, on_output)
