@@ -75,7 +75,7 @@ def drafts_by_position(pair: Pair, speculation: dict[str, Any]) -> dict[tuple[in
     from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
     found: dict[tuple[int, int], list[int]] = {}
-    request = 0
+    asked: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         propose = DFlashSpeculator.propose
 
@@ -85,13 +85,14 @@ def drafts_by_position(pair: Pair, speculation: dict[str, Any]) -> dict[tuple[in
                 place = int(self.input_buffers.positions[0])
                 if hasattr(self, "runtime"):
                     drafts = self.runtime.trees.chains[self.tree_indices[:1]]
-                found[request, place] = drafts[0].tolist()
+                found[len(asked), place] = drafts[0].tolist()
             return drafts
 
         patch.setattr(DFlashSpeculator, "propose", proposed)
         with open_engine(pair.target, speculation, **{**ENGINE, **GRAPHS}) as llm:
             params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
-            for request, prompt in enumerate(PROMPTS):
+            for prompt in PROMPTS:
+                asked.append(prompt)
                 generate(llm, [prompt], params)
     return found
 
