@@ -31,7 +31,7 @@ def family_of(model: str, revision: str | None) -> Family:
         raise bad_key("model", model, what)
     kind = checkpoint.get("speculators_model_type")
     if kind is not None:
-        if kind not in families.SPECULATORS:
+        if not isinstance(kind, str) or kind not in families.SPECULATORS:
             names = ", ".join(family.value for family in Family)
             raise bad_key(
                 "model",
