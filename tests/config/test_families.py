@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,19 @@ def test_candidates_are_fixed(drafters: dict[str, Path], family: str) -> None:
     key = {"DFlash2": "selector_top_k", "LiLiCorr": "lilicorr_candidate_topk"}[family]
     assert "top_k=8 is not valid for method ddtree: leave it out, or give 4" in message
     assert key in message
+
+
+@pytest.mark.parametrize("family", ["DFlash2", "LiLiCorr", "DSpark"])
+def test_keys_of_the_head(drafters: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """Each one that is missing is named; vLLM would stop while it loads."""
+    config = json.loads((drafters[family] / "config.json").read_text())
+    for key in families.Family(family).head_keys:
+        section, _, name = key.rpartition(".")
+        nested = {k: v for k, v in config.get("dflash_config", {}).items() if k != name}
+        changes = {"dflash_config": nested} if section else {name: None}
+        drafter = edited(drafters[family], tmp_path / name, **changes)
+        message = refusal(functools.partial(build, {"model": str(drafter)}))
+        assert f"give a {family} drafter ({drafter}/config.json has no {key})" in message
 
 
 @pytest.mark.parametrize("top_k", [None, 0, 128, "16", True])

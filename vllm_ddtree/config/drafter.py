@@ -96,6 +96,7 @@ def check_drafter(spec: SpeculativeConfig, family: Family, asked_tokens: Any = N
         )
         if not there
     ]
+    missing += [key for key in family.head_keys if _value(draft.hf_config, key) is None]
     if missing:
         raise refuse(
             f"give a {family.value} drafter ({draft.model}/config.json has no {', '.join(missing)})"
@@ -141,6 +142,14 @@ def check_weights(vllm_config: VllmConfig) -> None:
     draft = spec.draft_model_config
     if load.load_format in ("auto", "hf") and (what := weights_error(draft.model)) is not None:
         raise bad_key("model", draft.model, what)
+
+
+def _value(config: Any, key: str) -> Any:
+    """What a drafter's configuration has under a key, or under a key of a section of it."""
+    section, _, name = key.rpartition(".")
+    if not section:
+        return getattr(config, name, None)
+    return (getattr(config, section, None) or {}).get(name)
 
 
 def check_vocabulary(spec: SpeculativeConfig, family: Family) -> None:

@@ -31,7 +31,7 @@ def family_of(model: str, revision: str | None) -> Family:
         raise bad_key("model", model, what)
     kind = checkpoint.get("speculators_model_type")
     if kind is not None:
-        if kind not in families.SPECULATORS:
+        if not isinstance(kind, str) or kind not in families.SPECULATORS:
             names = ", ".join(family.value for family in Family)
             raise bad_key(
                 "model",
@@ -78,7 +78,7 @@ def _mismatched(checkpoint: dict[str, Any], family: Family) -> Iterator[str]:
                 yield f"give a plain DFlash drafter, not one with a {head} ({key})"
         projector = section.get("projector_type")
         if projector is not None and projector != family.value.lower():
-            yield (f"give a plain {family.value} drafter, not one of projector_type={projector!r}")
+            yield f"give a plain {family.value} drafter, not one of projector_type={projector!r}"
         kind = section.get("markov_head_type")
         if family is Family.DSPARK and kind not in (None, "vanilla"):
             yield f"give a drafter whose markov_head_type is 'vanilla', not {kind!r}"

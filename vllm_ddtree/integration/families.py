@@ -29,6 +29,27 @@ class Family(str, Enum):
         return "dspark" if self is Family.DSPARK else "dflash"
 
     @property
+    def head_keys(self) -> tuple[str, ...]:
+        """Keys without which vLLM cannot make the head, as the checkpoint has them."""
+        return {
+            Family.DFLASH2: (
+                "dflash_config.conv_kernel_size",
+                "dflash_config.conv_group_size",
+                "dflash_config.selector_rank",
+            ),
+            Family.LILICORR: (
+                "dflash_config.lilicorr_hidden_size",
+                "dflash_config.lilicorr_num_layers",
+                "dflash_config.lilicorr_num_heads",
+                "dflash_config.lilicorr_mlp_ratio",
+                "dflash_config.lilicorr_factor_dim",
+                "dflash_config.lilicorr_vector_eps",
+                "dflash_config.lilicorr_logit_scale",
+            ),
+            Family.DSPARK: ("markov_rank",),
+        }.get(self, ())
+
+    @property
     def candidates_key(self) -> str | None:
         """Key of `dflash_config` that fixes the number of candidates; None: any number will do."""
         return {

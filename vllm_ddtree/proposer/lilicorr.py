@@ -48,6 +48,7 @@ class DDTreeLiLiCorr(ConditionalSpeculator, LiLiCorrSpeculator):
         vLLM 0.32 calls it with (batch, num_rejected) before the draft, 0.33 with (num_reqs,
         query_start_loc, num_rejected), the target's own query_start_loc inside the graph.
         """
-        if len(args) == 3 and args[1] is self.target_input_buffers.query_start_loc:
+        of_target = getattr(self, "target_input_buffers", None)  # None in the profiling run
+        if len(args) == 3 and of_target is not None and args[1] is of_target.query_start_loc:
             args = (args[0], self.context_starts, args[2])
         super().prepare_context_anchor(*args)
