@@ -182,7 +182,7 @@ def loaded(draft_vocab: int | None = None, **changes: Any) -> tuple[Any, Any]:
         vocab_size=100, hidden_size=64, draft_vocab_size=draft_vocab, mask_token_id=99
     )
     draft = SimpleNamespace(hf_config=hf, model="drafter")
-    spec = SimpleNamespace(draft_model_config=draft, draft_load_config=None)
+    spec = SimpleNamespace(draft_model_config=draft, draft_load_config=None, family="DFlash")
     config = SimpleNamespace(
         speculative_config=spec,
         load_config=SimpleNamespace(load_format=changes.pop("load_format", "auto")),
