@@ -74,7 +74,7 @@ class Recorded:
             self.log.append(("profile", self.name, *args[1]))
             return [{"rounds": 7}]
         assert function is serve_load.drive
-        prompts, tokens, n, label, _ = args
+        prompts, tokens, n, label, *_ = args
         if tokens == serve_load.WARM_UP_TOKENS:
             return None
         self.log.append((label, n, prompts[0]))
@@ -86,7 +86,7 @@ def test_turns(together: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     log: list[Any] = []
     monkeypatch.setattr(serve_load, "engine_process", lambda _, name: Recorded(name, log))
     monkeypatch.setattr(
-        serve_load, "read_prompts", lambda args: [[[r]] * 9 for r in range(args.repeats)]
+        serve_load, "read_prompts", lambda args, _: [[[r]] * 9 for r in range(args.repeats)]
     )
     argv = ["t", "d", "--engines", "plain", "tree-7", "--concurrency", "1", "4", "--repeats", "2"]
     out = tmp_path / "new" / "folder"
