@@ -182,7 +182,8 @@ def loaded(draft_vocab: int | None = None, **changes: Any) -> tuple[Any, Any]:
         vocab_size=100, hidden_size=64, draft_vocab_size=draft_vocab, mask_token_id=99
     )
     draft = SimpleNamespace(hf_config=hf, model="drafter")
-    spec = SimpleNamespace(draft_model_config=draft, draft_load_config=None, family="DFlash")
+    family = changes.pop("family", "DFlash")
+    spec = SimpleNamespace(draft_model_config=draft, draft_load_config=None, family=family)
     config = SimpleNamespace(
         speculative_config=spec,
         load_config=SimpleNamespace(load_format=changes.pop("load_format", "auto")),
@@ -214,6 +215,7 @@ def offsets(*ids: int) -> torch.Tensor:
             {"embed_tokens": SimpleNamespace(embedding_dim=64, num_embeddings_padded=64)},
             "mask_token_id 99 is outside its embeddings, of 64 tokens",
         ),
+        ({"family": "DSpark"}, "SimpleNamespace has no Markov head"),
         (
             {"lm_head": SimpleNamespace(embedding_dim=128)},
             "no lm_head of its own, and the target's is of size 128, not 64",
