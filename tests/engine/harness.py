@@ -106,10 +106,13 @@ def open_engine(
     # Not at the head: tests/gpu reads PROMPTS where there is no test bed.
     import ddtree_testbed
     from ddtree_testbed.garbage import keep_modules
+    from vllm.tokenizers import cached_get_tokenizer
 
     ddtree_testbed.prepare()
     with engine.open_engine(target, spec, **{**DEFAULTS, **llm_kwargs}) as llm:
         yield llm
+    # An engine with prompt embeddings adds a token to the tokenizer that all engines share.
+    cached_get_tokenizer.cache_clear()
     keep_modules()
 
 
