@@ -104,9 +104,10 @@ def open_engine(
 ) -> Iterator[LLM]:
     """`vllm_ddtree.testing.engine.open_engine` on the CPU test bed, with `DEFAULTS`."""
     # Not at the head: tests/gpu reads PROMPTS where there is no test bed.
+    from vllm.tokenizers import cached_get_tokenizer
+
     import ddtree_testbed
     from ddtree_testbed.garbage import keep_modules
-    from vllm.tokenizers import cached_get_tokenizer
 
     ddtree_testbed.prepare()
     with engine.open_engine(target, spec, **{**DEFAULTS, **llm_kwargs}) as llm:

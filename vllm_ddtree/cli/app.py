@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The application: one module a command, imported when the application is built.
 
-A command's module keeps PyTorch, vLLM and plots for the moment it runs, so `--help` answers at once.
+A command's module keeps PyTorch, vLLM and plots for the moment it runs: `--help` answers at once.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.recurrent.checks import check_convolution
 from vllm_ddtree.recurrent.inputs import convolve_rows
 from vllm_ddtree.recurrent.layer import StateLayer
 from vllm_ddtree.recurrent.rows import TreeStep
@@ -32,12 +33,7 @@ def tree_convolution(
             prepared for another width.
 
     """
-    if layer.width != step.rows.width:
-        raise ValueError(f"the rows have taps for a width of {step.rows.width}, not {layer.width}")
-    if {t.dtype for t in (inputs, layer.conv_states, out, stash)} != {inputs.dtype}:
-        raise ValueError("inputs, committed inputs, outputs and stash must have one dtype")
-    if {t.stride(-1) for t in (inputs, out, stash)} != {1}:
-        raise ValueError("tensors must be contiguous in their last dimension")
+    check_convolution(layer, step, inputs, out, stash)
     block_c = min(256, triton.next_power_of_2(layer.num_channels))
     block_t = min(8, triton.next_power_of_2(step.max_tail))
     grid = (

@@ -14,8 +14,9 @@ import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.recurrent.checks import check_contiguous, check_convolution
 from vllm_ddtree.recurrent.layer import RecurrentLayer
-from vllm_ddtree.recurrent.rows import BLOCK_ROWS, TreeStep, on_path
+from vllm_ddtree.recurrent.rows import TreeStep, on_path
 from vllm_ddtree.recurrent.stash import LayerStash
 
 
@@ -43,12 +44,8 @@ def tree_inputs(
             prepared for another width.
 
     """
-    if layer.width != step.rows.width:
-        raise ValueError(f"the rows have taps for a width of {step.rows.width}, not {layer.width}")
-    if {t.dtype for t in (inputs, layer.conv_states, out, stash.inputs)} != {inputs.dtype}:
-        raise ValueError("inputs, committed inputs, outputs and stash must have one dtype")
-    if {t.stride(-1) for t in (inputs, a, b, out, stash.inputs, stash.gates)} != {1}:
-        raise ValueError("tensors must be contiguous in their last dimension")
+    check_convolution(layer, step, inputs, out, stash.inputs)
+    check_contiguous(a, b, stash.gates)
     block_c = min(256, triton.next_power_of_2(layer.num_channels))
     block_t = min(8, triton.next_power_of_2(step.max_tail))
     channel_blocks = triton.cdiv(layer.num_channels, block_c)
@@ -90,8 +87,8 @@ def tree_inputs(
         BLOCK_C=block_c,
         NUM_HEADS=layer.num_heads,
         BLOCK_H=max(16, triton.next_power_of_2(layer.num_heads)),
-        BLOCK_M=min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail))),
-        BLOCKS=step.max_tail > BLOCK_ROWS,
+        BLOCK_M=step.block_rows,
+        BLOCKS=step.max_tail > step.block_rows,
         EXACT=a.dtype == torch.float32,
         OVERLAP=current_platform.is_arch_support_pdl(),
         num_warps=4,

@@ -12,10 +12,11 @@ from typing import ClassVar
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.recurrent.checks import check_contiguous
 from vllm_ddtree.recurrent.inputs import add_selected
 from vllm_ddtree.recurrent.layer import StateLayer
 from vllm_ddtree.recurrent.products import load_rows
-from vllm_ddtree.recurrent.rows import BLOCK_ROWS, TreeStep, on_path
+from vllm_ddtree.recurrent.rows import TreeStep, on_path
 from vllm_ddtree.recurrent.stash import Stash
 
 
@@ -91,9 +92,8 @@ def kda_gates(
         ValueError: a tensor is not contiguous in its last dimension.
 
     """
-    if {t.stride(-1) for t in (raw, raw_beta, gates, totals, step.masks)} != {1}:
-        raise ValueError("tensors must be contiguous in their last dimension")
-    block_m = min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail)))
+    check_contiguous(raw, raw_beta, gates, totals, step.masks)
+    block_m = step.block_rows
     block_k = min(32, max(16, triton.next_power_of_2(layer.key_dim)))
     blocks_k = triton.cdiv(layer.key_dim, block_k)
     grid = (triton.cdiv(step.max_tail, block_m) * blocks_k, layer.num_heads, step.num_reqs)

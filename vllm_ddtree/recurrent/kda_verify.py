@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.recurrent.checks import check_contiguous, check_masks
 from vllm_ddtree.recurrent.kda import KDALayer
 from vllm_ddtree.recurrent.products import inverse_norm, load_rows, product, solve
 from vllm_ddtree.recurrent.rows import BLOCK_ROWS, TreeStep, on_path
@@ -79,14 +80,11 @@ def tree_kda(
             have fewer than `step.max_tail` bits or columns.
 
     """
-    if {t.stride(-1) for t in (inputs, step.masks, out, gates)} != {1}:
-        raise ValueError("tensors must be contiguous in their last dimension")
+    check_contiguous(inputs, step.masks, out, gates)
+    check_masks(step)
     columns = scratch.scores.shape[3]
-    if min(step.masks.shape[1] * 32, columns) < step.max_tail:
-        raise ValueError(
-            f"{step.max_tail} tree rows need as many mask bits and columns of scratch, got "
-            f"{step.masks.shape[1] * 32} and {columns}"
-        )
+    if columns < step.max_tail:
+        raise ValueError(f"{step.max_tail} tree rows need as many columns, scratch has {columns}")
     scale = layer.key_dim**-0.5
     block_k = max(16, triton.next_power_of_2(layer.key_dim))
     of_step = (
@@ -116,7 +114,7 @@ def tree_kda(
         TILE=TILE,
         num_warps=4,
     )
-    block_m = min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail)))
+    block_m = step.block_rows
     if block_v is None:
         block_v = min(32, max(16, triton.next_power_of_2(layer.value_dim)))
     updates = scratch.updates

@@ -15,10 +15,11 @@ from typing import ClassVar
 import torch
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.recurrent.checks import check_contiguous, check_masks
 from vllm_ddtree.recurrent.inputs import add_selected
 from vllm_ddtree.recurrent.layer import StateLayer
 from vllm_ddtree.recurrent.products import load_rows, path_decay, product, state_product
-from vllm_ddtree.recurrent.rows import BLOCK_ROWS, TreeStep, on_path
+from vllm_ddtree.recurrent.rows import TreeStep, on_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +68,8 @@ def mamba2_gates(
         ValueError: a tensor is not contiguous in its last dimension.
 
     """
-    if {t.stride(-1) for t in (raw, gates, step.masks)} != {1}:
-        raise ValueError("tensors must be contiguous in their last dimension")
-    block_m = _block_rows(step)
+    check_contiguous(raw, gates, step.masks)
+    block_m = step.block_rows
     block_h = min(32, max(16, triton.next_power_of_2(layer.num_heads)))
     grid = (
         triton.cdiv(step.max_tail, block_m),
@@ -122,14 +122,9 @@ def tree_mamba2(
             `step.max_tail` bits.
 
     """
-    if {t.stride(-1) for t in (inputs, step.masks, out, gates)} != {1}:
-        raise ValueError("tensors must be contiguous in their last dimension")
-    if step.masks.shape[1] * 32 < step.max_tail:
-        raise ValueError(
-            f"{step.max_tail} tree rows need {triton.cdiv(step.max_tail, 32)} mask words, got "
-            f"{step.masks.shape[1]}"
-        )
-    block_m = _block_rows(step)
+    check_contiguous(inputs, step.masks, out, gates)
+    check_masks(step)
+    block_m = step.block_rows
     if block_v is None:
         block_v = min(64, max(16, triton.next_power_of_2(layer.value_dim)))
     grid = (
@@ -167,11 +162,6 @@ def tree_mamba2(
         num_warps=4 if layer.key_dim <= 128 else 8,
         num_stages=1,
     )
-
-
-def _block_rows(step: TreeStep) -> int:
-    """Rows of a tree that a program takes."""
-    return min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail)))
 
 
 @triton.jit

@@ -39,12 +39,12 @@ def log_decays(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> t
         [n, Hv].
 
     """
-    return -A_log.exp() * torch.nn.functional.softplus(_wide(a) + dt_bias)
+    return -A_log.exp() * torch.nn.functional.softplus(wide(a) + dt_bias)
 
 
 def normalize(x: torch.Tensor) -> torch.Tensor:
     """Rows of length 1: x / sqrt(x . x + epsilon), over the last dimension."""
-    x = _wide(x)
+    x = wide(x)
     return x * (x.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
 
 
@@ -70,7 +70,7 @@ def delta_inputs(
         normalize(x.unflatten(-1, (num_key_heads, key_dim))).repeat_interleave(group, dim=1)
         for x in (q, k)
     )
-    return q * key_dim**-0.5, k, _wide(v.unflatten(-1, (num_value_heads, value_dim)))
+    return q * key_dim**-0.5, k, wide(v.unflatten(-1, (num_value_heads, value_dim)))
 
 
 def conv_taps(parents: list[int], width: int) -> list[list[int]]:
@@ -118,7 +118,7 @@ def short_conv(
     """
     width = weight.shape[1]
     # Row -1 - j of this is the j-th newest committed input: negative indices count from the end.
-    both = _wide(torch.cat([inputs, history]))
+    both = wide(torch.cat([inputs, history]))
     taps = torch.tensor([[*reversed(t), row] for row, t in enumerate(conv_taps(parents, width))])
     out = torch.einsum("nwc,cw->nc", both[taps.to(inputs.device)], weight.to(both.dtype))
     if bias is not None:
@@ -227,5 +227,6 @@ def commit_history(inputs: torch.Tensor, path: list[int], history: torch.Tensor)
     return torch.cat([history, inputs[path]])[-history.shape[0] :]
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

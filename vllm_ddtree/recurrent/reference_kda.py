@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_ddtree.recurrent.reference import wide
+
 
 def log_decays(
     raw: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float | None
@@ -40,7 +42,7 @@ def log_decays(
         [n, H, K].
 
     """
-    x, rate = _wide(raw) + dt_bias, A_log.exp()[:, None]
+    x, rate = wide(raw) + dt_bias, A_log.exp()[:, None]
     if lower_bound is not None:
         return lower_bound * (rate * x).sigmoid()
     return -rate * torch.nn.functional.softplus(x)
@@ -135,7 +137,3 @@ def commit_state(
     last = total[path[-1]]
     keys = k[path] * (last - total[path]).exp()
     return last.exp()[:, None] * state + torch.einsum("jhv,jhk->hvk", u[path], keys)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import torch
 
+from vllm_ddtree.recurrent.reference import wide
+
 
 def time_steps(raw: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
     """dt = softplus(raw + dt_bias): both [n, H] and [H], as vLLM's `selective_state_update`."""
-    return torch.nn.functional.softplus(_wide(raw) + dt_bias)
+    return torch.nn.functional.softplus(wide(raw) + dt_bias)
 
 
 def mamba_inputs(
@@ -38,7 +40,7 @@ def mamba_inputs(
 
     """
     keys = num_groups * state_dim
-    x, b, c = _wide(rows).split([num_heads * head_dim, keys, keys], dim=-1)
+    x, b, c = wide(rows).split([num_heads * head_dim, keys, keys], dim=-1)
     share = num_heads // num_groups
     b, c = (
         t.unflatten(-1, (num_groups, state_dim)).repeat_interleave(share, dim=1) for t in (b, c)
@@ -131,7 +133,3 @@ def commit_state(
     weights = (last - total[path]).exp() * dt[path]
     update = torch.einsum("jhv,jhk,jh->hvk", x[path], b[path], weights)
     return last.exp()[:, None, None] * state + update
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

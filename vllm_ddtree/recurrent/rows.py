@@ -86,6 +86,11 @@ class TreeStep:
         """R, a graph's padding included."""
         return self.query_start_loc.shape[0] - 1
 
+    @property
+    def block_rows(self) -> int:
+        """Rows of a tree that a program takes at once: a power of two, 16 to BLOCK_ROWS."""
+        return min(BLOCK_ROWS, max(16, triton.next_power_of_2(self.max_tail)))
+
 
 def prepare_recurrent_rows(
     trees: TreeBuffers,

@@ -14,6 +14,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 
+from vllm_ddtree.recurrent.checks import check_contiguous, check_masks
 from vllm_ddtree.recurrent.layer import RecurrentLayer
 from vllm_ddtree.recurrent.products import (
     inverse_norm,
@@ -23,7 +24,7 @@ from vllm_ddtree.recurrent.products import (
     solve,
     state_product,
 )
-from vllm_ddtree.recurrent.rows import BLOCK_ROWS, TreeStep, on_path
+from vllm_ddtree.recurrent.rows import TreeStep, on_path
 
 
 def tree_delta_rule(
@@ -55,14 +56,9 @@ def tree_delta_rule(
             `step.max_tail` bits, or scratch is missing.
 
     """
-    if {t.stride(-1) for t in (inputs, step.masks, out, gates)} != {1}:
-        raise ValueError("tensors must be contiguous in their last dimension")
-    if step.masks.shape[1] * 32 < step.max_tail:
-        raise ValueError(
-            f"{step.max_tail} tree rows need {triton.cdiv(step.max_tail, 32)} mask words, got "
-            f"{step.masks.shape[1]}"
-        )
-    block_m = min(BLOCK_ROWS, max(16, triton.next_power_of_2(step.max_tail)))
+    check_contiguous(inputs, step.masks, out, gates)
+    check_masks(step)
+    block_m = step.block_rows
     if step.max_tail > block_m and updates is None:
         raise ValueError(f"trees of more than {block_m} rows need scratch for their updates")
     if block_v is None:
