@@ -6,9 +6,9 @@ forward, logits, draft. All ranks measure at the same time and in the same order
 collectives meet. A busy host makes a round longer, never shorter. So all shapes are timed twice, a
 while apart, the shortest time counts, and no round costs more than one of more nodes or requests.
 
-The tokens of dummy rounds are random, so that a mixture of experts wakes about as many of its
-experts as by text. Dummy rounds have next to no context, and a machine under load clocks lower. So
-the scheduler corrects the measured times by those of the rounds served.
+The rows of dummy rounds hold random tokens and are no padding, so that a mixture of experts wakes
+about as many of its experts as by text. Dummy rounds have next to no context, and a machine under
+load clocks lower. So the scheduler corrects the measured times by those of the rounds served.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def measure(worker: Worker) -> Costs:
         (desc.num_tokens // desc.num_reqs, desc.num_reqs)
         for desc in getattr(manager.graphs, "chains", {})
     }
-    with integration.dummy_adapters(runner), integration.random_tokens(runner):
+    with integration.dummy_adapters(runner), integration.like_text(runner):
         for _ in range(PASSES):
             for shape in shapes:
                 for form, having in ((TREE, shapes), (CHAIN, chains), (NARROW, narrow)):

@@ -28,7 +28,7 @@ from vllm_ddtree.integration.dummy import (
     dummy_adapters,
     dummy_draft,
     dummy_step,
-    random_tokens,
+    like_text,
 )
 from vllm_ddtree.integration.families import Family
 from vllm_ddtree.integration.graphs import capture_apart, estimates_memory, full_graphs
@@ -58,12 +58,12 @@ __all__ = [
     "estimates_memory",
     "follow",
     "full_graphs",
+    "like_text",
     "mask_token_id",
     "model_runner_output",
     "new_spec_decoding_stats",
     "observe_steps",
     "plans_ahead",
-    "random_tokens",
     "replace",
     "request_chunks",
     "request_limits",

@@ -95,19 +95,31 @@ def dummy_draft(runner: Any, state: Any, num_rejected: int, num_drafts: int) -> 
 
 
 @contextmanager
-def random_tokens(runner: Any) -> Iterator[None]:
-    """Dummy steps with random tokens: equal rows would draw less power than real ones."""
-    manager, buffers = runner.cudagraph_manager, runner.input_buffers
-    replay = manager.run_fullgraph
+def like_text(runner: Any) -> Iterator[None]:
+    """Within, dummy steps cost the target what steps of text would.
+
+    vLLM's dummy rows hold token 0 and are padding, which wakes no expert of a mixture, or the same
+    few. Here they hold tokens of the whole vocabulary and count as rows of requests. Equal rows
+    would also draw less power.
+
+    The drafter's rows are left alone: all but one of a block are masks in any case.
+    """
+    state = runner.model_state
+    prepare_inputs = state.prepare_inputs
     vocab = runner.model_config.get_vocab_size()
     generator = torch.Generator(runner.device).manual_seed(0)  # the same on all ranks
 
-    def run_fullgraph(desc: Any, *args: Any, **kwargs: Any) -> Any:
-        buffers.input_ids[: desc.num_tokens].random_(0, vocab, generator=generator)
-        return replay(desc, *args, **kwargs)
+    def prepare(batch: Any, req_states: Any) -> Any:
+        # Persistent buffers, which a graph's replay reads, too.
+        batch.input_ids.random_(0, vocab, generator=generator)
+        batch.is_padding.fill_(False)
+        if runner.uses_inputs_embeds:
+            embeds = state.dummy_inputs_embeds(batch.num_tokens_after_padding)
+            embeds.copy_(runner.model.embed_input_ids(batch.input_ids))
+        return prepare_inputs(batch, req_states)
 
-    manager.run_fullgraph = run_fullgraph
+    state.prepare_inputs = prepare
     try:
         yield
     finally:
-        del manager.run_fullgraph
+        del state.prepare_inputs

@@ -314,9 +314,9 @@ OBJECTS = (
         passing=True,
     ),
     Change(
-        "CudaGraphManager.run_fullgraph",
-        "vllm_ddtree.integration.dummy:random_tokens",
-        "Rounds are measured with random tokens.",
+        "ModelState.prepare_inputs",
+        "vllm_ddtree.integration.dummy:like_text",
+        "Rounds are measured with rows like those of text.",
         passing=True,
     ),
 )
