@@ -10,6 +10,8 @@ from importlib.metadata import version as installed_version
 
 import typer
 
+from vllm_ddtree.cli.check.command import check
+
 app = typer.Typer(
     name="vllm-ddtree",
     no_args_is_help=True,
@@ -31,3 +33,6 @@ def main(
     ),
 ) -> None:
     """Only options that every command has."""
+
+
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(check)
