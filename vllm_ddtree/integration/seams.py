@@ -20,7 +20,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     # Of the whole package.
     "vllm": ("__version__",),
     "vllm.logger": ("init_logger(name)", "_VllmLogger: info_once(msg)"),
-    "vllm.triton_utils": ("tl", "triton"),
+    "vllm.triton_utils": ("HAS_TRITON", "tl", "triton"),
     "vllm.platforms": ("current_platform",),
     "vllm.platforms.interface": (
         "Platform: fp8_dtype() _align_hybrid_block_size(vllm_config, ...)",
@@ -55,8 +55,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "EngineArgs: speculative_config spec_method spec_model spec_tokens",
         "EngineArgs: compilation_config max_num_active_seqs",
         "EngineArgs: enable_lora max_num_seqs max_num_batched_tokens watermark_config",
+        "EngineArgs: create_model_config() attention_backend kv_cache_dtype",
     ),
     "vllm.config.vllm": (
+        "HAS_TRITON",
         "VllmConfig: num_lookahead_tokens use_v2_model_runner",
         "set_current_vllm_config(vllm_config)",
     ),

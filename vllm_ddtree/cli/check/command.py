@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_ddtree.cli.errors import WrongUsage
+
 
 def check(
     context: typer.Context,
@@ -28,19 +30,21 @@ def check(
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     from rich.console import Console
 
-    from vllm_ddtree.cli.check import findings
-    from vllm_ddtree.cli.check.installed import installed
-    from vllm_ddtree.cli.check.pair import WrongOptions, check_pair, heard
-
+    if (target or "").startswith("-") or (drafter or "").startswith("-"):
+        raise WrongUsage("check: give TARGET and DRAFTER first, then the options of vllm serve")
     if target is not None and drafter is None:
-        raise typer.BadParameter("give a drafter as well as a target", param_hint="DRAFTER")
+        raise WrongUsage("check: give a drafter as well as a target")
+    from vllm_ddtree.cli.check import findings, no_gpu
+
+    from vllm_ddtree.cli.check.installed import installed
+    from vllm_ddtree.cli.check.pair import check_pair, heard
+
     with heard():
+        if target is not None and no_gpu.without_gpu():
+            no_gpu.stand_in()
         found = list(installed())
     if target is not None and drafter is not None and not findings.refused(found):
-        try:
-            found += check_pair(target, drafter, context.args)
-        except WrongOptions as error:
-            raise typer.BadParameter(str(error), param_hint="options of vllm serve") from error
+        found += check_pair(target, drafter, context.args)
     if as_json:
         print(findings.as_json(found))
     else:

@@ -62,6 +62,14 @@ def _runner() -> Iterator[Finding]:
     if envs.VLLM_USE_V2_MODEL_RUNNER is False:
         text = "VLLM_USE_V2_MODEL_RUNNER=0 asks for the V1 model runner"
         yield Finding("model runner", State.REFUSED, text, "unset it")
+        return
+    from vllm.triton_utils import HAS_TRITON
+
+    if not HAS_TRITON:
+        text = "Triton finds no GPU, so vLLM would take the V1 model runner here"
+        yield Finding("model runner", State.NOTE, text, "serve where a GPU is")
+    else:
+        yield Finding("model runner", State.GOOD, "Model Runner V2, unless an option forbids it")
 
 
 def _device() -> Finding:
@@ -78,6 +86,7 @@ def _device() -> Finding:
         text = f"{name}; the project's own tests ran on Hopper (9.0) only"
         return Finding("device", State.WARNING, text, "run tests/gpu of the source distribution")
     if current_platform.is_cpu():
-        return Finding("device", State.NOTE, "a CPU: good for tests, of no use for speed")
+        text = "no GPU here: what depends on one is said as of a GPU, or left open"
+        return Finding("device", State.NOTE, text)
     fix = "use an NVIDIA GPU"
     return Finding("device", State.WARNING, f"{current_platform.device_type}: never tried", fix)

@@ -6,6 +6,7 @@ What cannot work is refused by the product itself, in its own words. Weights are
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -13,16 +14,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_ddtree.cli.check.findings import Finding, State
+from vllm_ddtree.cli.check.graphs import graphs
 from vllm_ddtree.cli.check.memory import memory
+from vllm_ddtree.cli.check.no_gpu import without_gpu
+from vllm_ddtree.cli.errors import WrongUsage
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 OPTION = "--speculative-config"
-
-
-class WrongOptions(ValueError):
-    """Options whose values `vllm serve` does not take."""
 
 
 def speculative_config(drafter: str, options: Sequence[str]) -> tuple[str, list[str]]:
@@ -33,7 +33,7 @@ def speculative_config(drafter: str, options: Sequence[str]) -> tuple[str, list[
         options: of `vllm serve`; keys of a `--speculative-config` among them count.
 
     Raises:
-        WrongOptions: it is no JSON object.
+        WrongUsage: it is no JSON object.
 
     """
     keys: dict[str, Any] = {}
@@ -46,16 +46,19 @@ def speculative_config(drafter: str, options: Sequence[str]) -> tuple[str, list[
             rest.append(option)
             continue
         if not equals and not left:
-            raise WrongOptions(f"{name} needs a value: a JSON object")
+            raise WrongUsage(f"{name} needs a value: a JSON object")
         value = value if equals else left.pop(0)
         try:
             given = json.loads(value)
         except ValueError:
             given = None
         if not isinstance(given, dict):
-            raise WrongOptions(f"{name}={value}: give a JSON object")
+            raise WrongUsage(f"{name}={value}: give a JSON object")
         keys.update(given)
-    return json.dumps({"method": "ddtree", "model": drafter, **keys}), rest
+    for key, own in (("method", "ddtree"), ("model", drafter)):
+        if keys.setdefault(key, own) != own:
+            raise WrongUsage(f"{OPTION}: {key}={keys[key]!r} is not {own!r}: leave it out")
+    return json.dumps(keys), rest
 
 
 @contextmanager
@@ -80,7 +83,7 @@ def make_config(target: str, drafter: str, options: Sequence[str]) -> tuple[Vllm
     """The engine's configuration, and the options that are none of the engine's.
 
     Raises:
-        WrongOptions: a value is not of its option's kind.
+        WrongUsage: a value is not of its option's kind.
         ValueError: the pair is refused.
 
     """
@@ -88,14 +91,27 @@ def make_config(target: str, drafter: str, options: Sequence[str]) -> tuple[Vllm
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_ddtree.attention.registry import supported
+
     def wrong(message: str) -> NoReturn:
-        raise WrongOptions(message)
+        raise WrongUsage(message)
 
     spec, rest = speculative_config(drafter, options)
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
     parser.error = wrong
     arguments, others = parser.parse_known_args(["--model", target, OPTION, spec, *rest])
+    known = [name for action in parser._actions for name in action.option_strings]
+    for option in others:
+        near = difflib.get_close_matches(option.partition("=")[0], known, 1, 0.9)
+        if option.startswith("--") and near:
+            raise WrongUsage(f"there is no option {option}: did you mean {near[0]}?")
     engine_args = AsyncEngineArgs.from_cli_args(arguments)
+    if without_gpu() and engine_args.create_model_config().use_mla:
+        # vLLM has no such backend for a CPU. One that is named is not asked of the device.
+        named = "--attention-backend" in " ".join(rest)
+        if not named:
+            cache = engine_args.kv_cache_dtype
+            engine_args.attention_backend = supported(True, cache)[0]
     return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER), others
 
 
@@ -103,7 +119,7 @@ def check_pair(target: str, drafter: str, options: Sequence[str]) -> list[Findin
     """All that the configuration of a pair tells.
 
     Raises:
-        WrongOptions: a value is not of its option's kind.
+        WrongUsage: a value is not of its option's kind.
 
     """
     from huggingface_hub.errors import StrictDataclassError
@@ -111,7 +127,7 @@ def check_pair(target: str, drafter: str, options: Sequence[str]) -> list[Findin
     with heard() as said:
         try:
             vllm_config, others = make_config(target, drafter, options)
-        except WrongOptions:
+        except WrongUsage:
             raise
         except OSError as error:
             # Of the drafter's files the product speaks itself.
@@ -145,18 +161,11 @@ def describe(vllm_config: VllmConfig) -> Iterator[Finding]:
     """The parts of a pair that fits."""
     spec: Any = vllm_config.speculative_config
     yield Finding("target", State.GOOD, target_words(vllm_config.model_config))
-    draft = spec.draft_model_config.hf_config
-    size = getattr(draft, "draft_vocab_size", None) or draft.vocab_size
-    yield Finding(
-        "drafter",
-        State.GOOD,
-        f"{spec.family}, {draft.num_hidden_layers} layers of size {draft.hidden_size}, block of "
-        f"{spec.block_size}, {size} tokens; trees up to {spec.depth_limit} deep, {spec.top_k} "
-        "candidates a position",
-    )
-    yield Finding("attention", State.GOOD, backend_words(vllm_config))
+    yield Finding("drafter", State.GOOD, drafter_words(spec))
+    yield Finding("fit", State.GOOD, fit_words(spec))
+    yield backend(vllm_config)
     yield Finding("budget", State.GOOD, budget_words(vllm_config))
-    yield graphs(vllm_config)
+    yield from graphs(vllm_config)
 
 
 def target_words(model: ModelConfig) -> str:
@@ -169,14 +178,56 @@ def target_words(model: ModelConfig) -> str:
     )
 
 
-def backend_words(vllm_config: VllmConfig) -> str:
-    """The target's attention backend, and who chose it."""
+def drafter_words(spec: Any) -> str:
+    """Family, format, sizes, windows."""
     from vllm_ddtree import integration
 
+    draft = spec.draft_model_config
+    config = draft.hf_config
+    checkpoint = integration.checkpoint_config(draft.model, draft.revision)
+    kind = "the speculators library's format" if "speculators_config" in checkpoint else "plain"
+    windows = (getattr(config, "layer_types", None) or []).count("sliding_attention")
+    nested = getattr(config, "dflash_config", None) or {}
+    window = nested.get("swa_window_size", getattr(config, "sliding_window", None))
+    if nested.get("use_swa"):
+        windows = config.num_hidden_layers
+    said = f", {windows} of them with a window of {window}" if windows else ", no windows"
+    return (
+        f"{spec.family} ({kind}), {config.num_hidden_layers} layers of size {config.hidden_size}"
+        f"{said}; block of {spec.block_size}, trees up to {spec.depth_limit} deep, {spec.top_k} "
+        "candidates a position"
+    )
+
+
+def fit_words(spec: Any) -> str:
+    """What drafter and target share."""
+    from vllm_ddtree import integration
+    from vllm_ddtree.config.pair import draft_vocab_size
+
+    target, layers = spec.target_model_config, integration.aux_layers(spec) or ()
+    return (
+        f"the drafter reads the target's hidden states of size {target.get_hidden_size()} before "
+        f"layers {', '.join(map(str, layers))} of {target.get_total_num_hidden_layers()}, and "
+        f"proposes {draft_vocab_size(spec.draft_model_config.hf_config)} of its "
+        f"{target.get_vocab_size()} tokens"
+    )
+
+
+def backend(vllm_config: VllmConfig) -> Finding:
+    """The target's attention backend, and who chose it."""
+    from vllm_ddtree import integration
+    from vllm_ddtree.attention.registry import one_of, supported
+
+    model = vllm_config.model_config
+    if without_gpu():
+        names = one_of(supported(model.use_mla, vllm_config.cache_config.cache_dtype))
+        text = f"chosen where the GPU is; trees are verified on {names}"
+        return Finding("attention", State.NOTE, text)
     chosen = vllm_config.attention_config.backend
     if chosen is not None:
-        return f"{chosen.name} for the target"
-    return f"{integration.target_backend(vllm_config, None)} for the target, vLLM's choice"
+        return Finding("attention", State.GOOD, f"{chosen.name} for the target")
+    own = integration.target_backend(vllm_config, None)
+    return Finding("attention", State.GOOD, f"{own} for the target, vLLM's choice")
 
 
 def budget_words(vllm_config: VllmConfig) -> str:
@@ -189,25 +240,3 @@ def budget_words(vllm_config: VllmConfig) -> str:
         return f"{spec.budget} nodes at every load"
     ranges = (f"{nodes} with {first} to {last} requests" for first, last, nodes in schedule)
     return f"nodes: {', '.join(ranges)}"
-
-
-def graphs(vllm_config: VllmConfig) -> Finding:
-    """Up to how many requests each budget has CUDA graphs."""
-    from vllm_ddtree.budget.tiers import TIERS
-
-    spec: Any = vllm_config.speculative_config
-    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
-    if not sizes:
-        text = "none: every kernel is launched by itself, and auto has nothing to measure"
-        return Finding("graphs", State.WARNING, text, "leave --enforce-eager out, on a GPU")
-    schedule = spec.num_speculative_tokens_per_batch_size or [(1, 1, spec.budget)]
-    budgets = TIERS if spec.auto_budget else sorted({nodes for _, _, nodes in schedule})
-    limit = vllm_config.scheduler_config.max_num_seqs
-    reach = {
-        nodes: min(limit, max((size // (nodes + 1) for size in sizes), default=0))
-        for nodes in budgets
-    }
-    words = ", ".join(f"{nodes} nodes up to {most}" for nodes, most in reach.items() if most)
-    return Finding(
-        "graphs", State.GOOD, f"{len(sizes)} sizes of the verify step; requests with one: {words}"
-    )
