@@ -93,12 +93,12 @@ def make_config(target: str, drafter: str, options: Sequence[str]) -> tuple[Vllm
 
     from vllm_ddtree.attention.registry import supported
 
-    def wrong(message: str) -> NoReturn:
-        raise WrongUsage(message)
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise WrongUsage(message)
 
     spec, rest = speculative_config(drafter, options)
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
-    parser.error = wrong
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm serve"))
     arguments, others = parser.parse_known_args(["--model", target, OPTION, spec, *rest])
     known = [name for action in parser._actions for name in action.option_strings]
     for option in others:
