@@ -14,8 +14,9 @@ import typer
 
 from vllm_ddtree.cli.check.command import check
 from vllm_ddtree.cli.errors import CommandError
+from vllm_ddtree.cli.tune.command import tune
 
-REFUSED = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+REFUSED: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """What typer raises for wrong usage. Some releases bring a copy of click, others use click."""
 
 
@@ -75,4 +76,7 @@ def main(
     """Only options that every command has."""
 
 
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(check)
+MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Of commands that options of vLLM may follow."""
+app.command(context_settings=MORE)(check)
+app.command(context_settings=MORE)(tune)

@@ -35,7 +35,6 @@ def check(
     if target is not None and drafter is None:
         raise WrongUsage("check: give a drafter as well as a target")
     from vllm_ddtree.cli.check import findings, no_gpu
-
     from vllm_ddtree.cli.check.installed import installed
     from vllm_ddtree.cli.check.pair import check_pair, heard
 
