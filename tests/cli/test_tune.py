@@ -67,7 +67,8 @@ def test_budgets_to_look_at() -> None:
 
 LOG = """
 INFO ddtree: 1 requests, ms a round by budget: 0 5.00, 3 9.0
-INFO 12-01 [x.py:1] ddtree: 1 requests, ms a round by budget: 0 5.36, 31 9.16, chain of 15 6.98, 7 with few masks 6.20
+[x.py:1] ddtree: 1 requests, ms a round by budget: 0 5.36, 31 9.16, chain of 15 6.98, 7 with few \
+masks 6.20
 INFO ddtree: 32 requests, ms a round by budget: 0 10.36, 31 no graph
 INFO ddtree: 128 requests, ms a round by budget: no graph
 """

@@ -59,7 +59,7 @@ def dataset_prompts(options: Sequence[str], tokenizer: Any) -> tuple[list[Any], 
         The prompts, and the options that are none of a data set.
 
     """
-    from vllm.benchmarks.datasets import add_dataset_parser, get_samples
+    from vllm.benchmarks.datasets.datasets import add_dataset_parser, get_samples
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser(prog="vllm bench serve", allow_abbrev=False)
