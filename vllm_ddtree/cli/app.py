@@ -12,7 +12,9 @@ from typing import Any
 
 import typer
 
+from vllm_ddtree.cli.bench.command import bench
 from vllm_ddtree.cli.check.command import check
+from vllm_ddtree.cli.demo import demo
 from vllm_ddtree.cli.errors import CommandError
 from vllm_ddtree.cli.tune.command import tune
 
@@ -80,3 +82,5 @@ MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Of commands that options of vLLM may follow."""
 app.command(context_settings=MORE)(check)
 app.command(context_settings=MORE)(tune)
+app.command(context_settings=MORE)(bench)
+app.command(context_settings={**MORE, "help_option_names": []})(demo)

@@ -85,7 +85,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.usage.usage_lib": ("UsageContext: OPENAI_API_SERVER",),
     "vllm.utils.argparse_utils": ("FlexibleArgumentParser: __init__(...) error(message)",),
     "vllm.model_executor.models": ("ModelRegistry",),
-    "vllm.benchmarks.datasets.datasets": ("add_dataset_parser(parser)", "get_samples(args, tokenizer)"),
+    "vllm.benchmarks.datasets.datasets": (
+        "add_dataset_parser(parser)",
+        "get_samples(args, tokenizer)",
+    ),
     # Engine core and scheduler.
     "vllm.v1.engine.core": (
         "EngineCore: __init__(vllm_config, ...) scheduler model_executor vllm_config",

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_ddtree.cli.errors import CommandError, WrongUsage
+from vllm_ddtree.cli.pair_arguments import split_pair
 
 
 def tune(
@@ -53,6 +54,8 @@ def tune(
     from vllm_ddtree.cli.tune.seen import count
     from vllm_ddtree.trace.read import Trace, read_trace
 
+    target, drafter, options = split_pair(context, target, drafter)
+
     def read(path: Path) -> Trace:
         try:
             return read_trace(path)
@@ -64,14 +67,14 @@ def tune(
     except ValueError as error:
         raise WrongUsage(str(error)) from error
     if trace is not None:
-        if target is not None or prompts is not None or context.args:
+        if target is not None or prompts is not None or options:
             raise WrongUsage("tune: give a pair and prompts, or --from alone")
         if not trace.is_file():
             raise WrongUsage(f"--from {trace}: no such file")
         found = read(trace)
     else:
-        dataset = any(option.partition("=")[0] == "--dataset-name" for option in context.args)
-        if target is None or drafter is None or target.startswith("-") or drafter.startswith("-"):
+        dataset = any(option.partition("=")[0] == "--dataset-name" for option in options)
+        if target is None or drafter is None:
             raise WrongUsage("tune: give TARGET and DRAFTER first, or --from TRACE")
         if dataset == (prompts is not None):
             raise WrongUsage("tune: give either --prompts FILE or --dataset-name NAME")
@@ -80,7 +83,7 @@ def tune(
             if path.exists():
                 raise WrongUsage(f"--keep {path}: it exists; name a new file")
             sampling = {"temperature": temperature, "max_tokens": max_tokens}
-            run(target, drafter, prompts, context.args, budget, sampling, path)
+            run(target, drafter, prompts, options, budget, sampling, path)
             found = read(path)
     try:
         seen = count(found.requests)
