@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 
-class State(str, Enum):
+class State(StrEnum):
     """How a finding is meant."""
 
     GOOD = "ok"

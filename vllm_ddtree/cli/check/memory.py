@@ -37,20 +37,20 @@ def memory(vllm_config: VllmConfig) -> Iterator[Finding]:
 
 def kv_bytes(model: ModelConfig, parallel: ParallelConfig, cache_dtype: str) -> int:
     """Bytes of one token's keys and values on one rank, all attention layers together."""
-    layers = model.get_num_layers_by_block_type(parallel, "attention")
+    # Configurations with a block type for each layer call it by either name.
+    kinds: tuple[Any, ...] = ("attention", "full_attention")
+    layers = max(model.get_num_layers_by_block_type(parallel, kind) for kind in kinds)
     # A latent layer keeps one vector a token, which serves as keys and values.
     vectors = 1 if model.use_mla else 2 * model.get_num_kv_heads(parallel)
     item = 1 if cache_dtype.startswith("fp8") else model.dtype.itemsize
     return layers * vectors * model.get_head_size() * item
 
 
-def _states(vllm_config: VllmConfig) -> Finding:
-    """States of the recurrent layers: one a request, whatever the budget."""
+def state_bytes(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Recurrent layers of one rank, and bytes of one request's states in all of them."""
     from vllm.model_executor.models import ModelRegistry
 
-    from vllm_ddtree.recurrent.capacity import max_tree_rows
-
-    model = vllm_config.model_config
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     kinds: Any = ModelRegistry.resolve_model_cls(model.architectures, model_config=model)[0]
     spec, vllm_config.speculative_config = vllm_config.speculative_config, None
     try:  # without drafts: vLLM would count a window of inputs for each of them
@@ -62,13 +62,19 @@ def _states(vllm_config: VllmConfig) -> Finding:
         torch.Size(shape).numel() * dtype.itemsize
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
-    parallel = vllm_config.parallel_config
-    layers = sum(
-        model.get_num_layers_by_block_type(parallel, kind) for kind in ("linear_attention", "mamba")
-    )
+    recurrent: tuple[Any, ...] = ("linear_attention", "mamba")
+    layers = sum(model.get_num_layers_by_block_type(parallel, kind) for kind in recurrent)
+    return layers, layers * one
+
+
+def _states(vllm_config: VllmConfig) -> Finding:
+    """States of the recurrent layers: one a request, whatever the budget."""
+    from vllm_ddtree.recurrent.capacity import max_tree_rows
+
+    layers, size = state_bytes(vllm_config)
     return Finding(
         "states",
         State.NOTE,
-        f"{layers} recurrent layers, about {layers * one / MIB:.1f} MiB a request on each GPU, "
+        f"{layers} recurrent layers, about {size / MIB:.1f} MiB a request on each GPU, "
         f"whatever the budget; a step holds at most {max_tree_rows(vllm_config)} tree rows",
     )
