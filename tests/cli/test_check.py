@@ -22,7 +22,8 @@ from tests.engine.harness import ddtree, open_engine
 from tests.engine.known import model_runner
 from vllm_ddtree.cli.check.findings import Finding, State, as_json
 from vllm_ddtree.cli.check.memory import kv_bytes, state_bytes
-from vllm_ddtree.cli.check.pair import WrongOptions, check_pair, speculative_config
+from vllm_ddtree.cli.check.pair import check_pair, speculative_config
+from vllm_ddtree.cli.errors import WrongUsage
 
 SHORT = ["--max-model-len", "256"]
 
@@ -71,7 +72,7 @@ def test_a_target_alone() -> None:
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(WrongOptions, match="--max-num-seqs"):
+    with pytest.raises(WrongUsage, match="--max-num-seqs"):
         check_pair(str(NANO.target), str(NANO.drafter), ["--max-num-seqs", "many"])
 
 
@@ -129,7 +130,7 @@ def test_keys_of_the_speculative_config() -> None:
     assert json.loads(given) == {"method": "ddtree", "model": "d", "budget": 7}
     assert rest == ["--seed", "1", "--dtype=half"]
     for wrong in (["-sc"], ["-sc", "7"], ["--speculative-config={"]):
-        with pytest.raises(WrongOptions):
+        with pytest.raises(WrongUsage):
             speculative_config("d", wrong)
 
 

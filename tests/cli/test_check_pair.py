@@ -13,7 +13,7 @@ from tests.config.building import DRAFTER, TARGET, edited
 from tests.config.checkpoints import as_speculators
 from vllm_ddtree.cli.check.findings import Finding, State, refused
 from vllm_ddtree.cli.check.graphs import reach
-from vllm_ddtree.cli.check.pair import check_pair, speculative_config
+from vllm_ddtree.cli.check.pair import check_pair
 from vllm_ddtree.cli.errors import WrongUsage
 
 
@@ -47,16 +47,6 @@ def test_memory_of_keys_and_values(fitting: dict[str, Finding]) -> None:
     item = 4 if "float32" in str(config.get("dtype", config.get("torch_dtype"))) else 2
     size = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     assert f"about {size * item / 1024:.1f} KiB a token of the target" in fitting["KV cache"].text
-
-
-def test_refusals_are_the_products_own(tmp_path: Path) -> None:
-    deep = edited(DRAFTER, tmp_path / "deep", num_target_layers=4)
-    config = json.loads((deep / "config.json").read_text())
-    config["dflash_config"]["target_layer_ids"] = [0, 40]
-    (deep / "config.json").write_text(json.dumps(config))
-    found = by_topic(check_pair(str(TARGET), str(deep), ["--max-model-len=256"]))
-    assert found["pair"].state is State.REFUSED
-    assert "name layer 40, and the target's 4 layers end with 3" in found["pair"].text
 
 
 def test_odd_pairs_are_warned_of(tmp_path: Path) -> None:
@@ -94,12 +84,6 @@ def test_wrong_options(options: list[str], says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_keys_of_the_speculative_config_count() -> None:
-    spec, rest = speculative_config("d", ["--x", '-sc={"budget": 3}', "--y"])
-    assert json.loads(spec) == {"method": "ddtree", "model": "d", "budget": 3}
-    assert rest == ["--x", "--y"]
-
-
 def test_the_reach_of_graphs() -> None:
     # 768 is 32 requests of 24 rows; 1024 would be 43, which is more than 1024 tokens.
     assert reach([768, 1024], [23], 128) == {23: 32}
@@ -117,10 +101,3 @@ def test_without_gpu_and_test_bed() -> None:
     assert said["fits"] and {"model runner", "fit", "graphs"} <= {
         finding["topic"] for finding in said["findings"]
     }
-
-
-def test_a_plugin_that_is_left_out() -> None:
-    done = command("check", VLLM_PLUGINS="another")
-    assert done.returncode == 1
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("refused")]
-    assert "VLLM_PLUGINS=another" in line and "set VLLM_PLUGINS=another,ddtree" in line

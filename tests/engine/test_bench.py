@@ -66,7 +66,7 @@ def test_servers_that_it_starts(tmp_path: Path) -> None:
         ("tree-7", 3),
     ]
     assert list(written["failures"]) == ["tree-300"]
-    assert "num_speculative_tokens" in written["failures"]["tree-300"]
+    assert "budget=300" in written["failures"]["tree-300"]
     plain, tree = written["runs"]
     assert plain["acceptance"] is None and tree["acceptance"] > 1.0
     best = max(written["runs"], key=lambda run: run["tokens_s"])

@@ -185,7 +185,7 @@ def drafter_words(spec: Any) -> str:
     draft = spec.draft_model_config
     config = draft.hf_config
     checkpoint = integration.checkpoint_config(draft.model, draft.revision)
-    kind = "the speculators library's format" if "speculators_config" in checkpoint else "plain"
+    kind = "the speculators library's" if "speculators_config" in checkpoint else "the plain"
     windows = (getattr(config, "layer_types", None) or []).count("sliding_attention")
     nested = getattr(config, "dflash_config", None) or {}
     window = nested.get("swa_window_size", getattr(config, "sliding_window", None))
@@ -193,9 +193,9 @@ def drafter_words(spec: Any) -> str:
         windows = config.num_hidden_layers
     said = f", {windows} of them with a window of {window}" if windows else ", no windows"
     return (
-        f"{spec.family} ({kind}), {config.num_hidden_layers} layers of size {config.hidden_size}"
-        f"{said}; block of {spec.block_size}, trees up to {spec.depth_limit} deep, {spec.top_k} "
-        "candidates a position"
+        f"{spec.family}, {config.num_hidden_layers} layers of size {config.hidden_size}{said}, in "
+        f"{kind} format; block of {spec.block_size}, trees up to {spec.depth_limit} deep, "
+        f"{spec.top_k} candidates a position"
     )
 
 
@@ -220,7 +220,8 @@ def backend(vllm_config: VllmConfig) -> Finding:
 
     model = vllm_config.model_config
     if without_gpu():
-        names = one_of(supported(model.use_mla, vllm_config.cache_config.cache_dtype))
+        known = supported(model.use_mla, vllm_config.cache_config.cache_dtype)
+        names = one_of(tuple(name for name in known if not name.startswith("CPU")))
         text = f"chosen where the GPU is; trees are verified on {names}"
         return Finding("attention", State.NOTE, text)
     chosen = vllm_config.attention_config.backend
