@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.running import command
-from tests.config.building import DRAFTER, TARGET, edited
+from tests.config.building import DRAFTER, TARGET, edited, other_target
 from tests.config.checkpoints import as_speculators
+from tests.engine.test_latent import deepseek_v2
 from vllm_ddtree.cli.check.findings import Finding, State, refused
 from vllm_ddtree.cli.check.graphs import reach
 from vllm_ddtree.cli.check.pair import check_pair
@@ -43,8 +44,7 @@ def test_graphs_as_on_a_gpu(fitting: dict[str, Finding]) -> None:
 
 
 def test_memory_of_keys_and_values(fitting: dict[str, Finding]) -> None:
-    config = json.loads((TARGET / "config.json").read_text())
-    item = 4 if "float32" in str(config.get("dtype", config.get("torch_dtype"))) else 2
+    config, item = json.loads((TARGET / "config.json").read_text()), 2
     size = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     assert f"about {size * item / 1024:.1f} KiB a token of the target" in fitting["KV cache"].text
 
@@ -101,3 +101,33 @@ def test_without_gpu_and_test_bed() -> None:
     assert said["fits"] and {"model runner", "fit", "graphs"} <= {
         finding["topic"] for finding in said["findings"]
     }
+
+
+def test_a_target_whose_class_gives_no_hidden_states(tmp_path: Path) -> None:
+    """That the workers would say; no weight is needed for it."""
+    config = json.loads((TARGET / "config.json").read_text())
+    sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    target = other_target(
+        tmp_path / "target",
+        architectures=["StableLmForCausalLM"],
+        model_type="stablelm",
+        num_attention_heads=4,
+        intermediate_size=256,
+        max_position_embeddings=512,
+        torch_dtype="float32",
+        **sizes,
+    )
+    found, *_ = check_pair(str(target), str(DRAFTER), ["--max-model-len=256"])
+    assert found.state is State.REFUSED, found
+    assert "StablelmForCausalLM gives no auxiliary hidden states" in found.text
+
+
+def test_a_latent_target(tmp_path: Path) -> None:
+    """vLLM has no backend for trees in latents on a CPU; without a GPU this is left open."""
+    pair, options = deepseek_v2(tmp_path), ["--max-model-len=256", "--dtype", "float32"]
+    found = by_topic(check_pair(str(pair.target), str(pair.drafter), options))
+    assert not refused(list(found.values())), found
+    assert "latent attention" in found["target"].text
+    assert "FLASH_ATTN_MLA, FLASHMLA or TRITON_MLA" in found["attention"].text
+    size = 3 * (512 + 64) * 4  # one vector a layer
+    assert f"about {size / 1024:.1f} KiB a token of the target" in found["KV cache"].text

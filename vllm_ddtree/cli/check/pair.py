@@ -17,6 +17,7 @@ from vllm_ddtree.cli.check.findings import Finding, State
 from vllm_ddtree.cli.check.graphs import graphs
 from vllm_ddtree.cli.check.memory import memory
 from vllm_ddtree.cli.check.no_gpu import without_gpu
+from vllm_ddtree.cli.check.worker import worker_checks
 from vllm_ddtree.cli.errors import WrongUsage
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def check_pair(target: str, drafter: str, options: Sequence[str]) -> list[Findin
     with heard() as said:
         try:
             vllm_config, others = make_config(target, drafter, options)
+            classes = list(worker_checks(vllm_config))
         except WrongUsage:
             raise
         except OSError as error:
@@ -136,7 +138,7 @@ def check_pair(target: str, drafter: str, options: Sequence[str]) -> list[Findin
         except (ValueError, StrictDataclassError) as error:
             found = [refusal(error)]
         else:
-            found = [*describe(vllm_config), *memory(vllm_config)]
+            found = [*describe(vllm_config), *classes, *memory(vllm_config)]
             if others:
                 text = f"not looked at, since they are none of the engine's: {' '.join(others)}"
                 found.append(Finding("options", State.NOTE, text))
