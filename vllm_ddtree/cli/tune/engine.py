@@ -77,5 +77,5 @@ def write_rounds(
     try:
         with open_engine(target, spec, **{**own, **options}) as llm:
             generate(llm, prompts, SamplingParams(**sampling), on_tokens=progress)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise CommandError(str(error)) from error
