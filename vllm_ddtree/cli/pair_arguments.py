@@ -3,7 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import typer
+
+Target: TypeAlias = Annotated[
+    str | None, typer.Argument(help="The target: a folder or a hub name.", show_default=False)
+]
+Drafter: TypeAlias = Annotated[
+    str | None, typer.Argument(help="The drafter, the same.", show_default=False)
+]
 
 
 def split_pair(

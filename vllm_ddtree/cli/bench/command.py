@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_ddtree.cli.errors import CommandError, WrongUsage
-from vllm_ddtree.cli.pair_arguments import split_pair
+from vllm_ddtree.cli.pair_arguments import Drafter, Target, split_pair
 
 if TYPE_CHECKING:
     from vllm_ddtree.cli.bench.client import Server
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 def bench(
     context: typer.Context,
-    target: Annotated[
-        str | None, typer.Argument(help="The target: a folder or a hub name.", show_default=False)
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Argument(help="The drafter, the same.", show_default=False)
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
     url: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=URL", help="A running server (repeat for several)."),

@@ -9,17 +9,13 @@ from typing import Annotated
 import typer
 
 from vllm_ddtree.cli.errors import WrongUsage
-from vllm_ddtree.cli.pair_arguments import split_pair
+from vllm_ddtree.cli.pair_arguments import Drafter, Target, split_pair
 
 
 def check(
     context: typer.Context,
-    target: Annotated[
-        str | None, typer.Argument(help="The target: a folder or a hub name.", show_default=False)
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Argument(help="The drafter, the same.", show_default=False)
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable findings.")] = False,
 ) -> None:
     """Say whether a pair fits, from its configurations alone; options of `vllm serve` may follow.

@@ -12,17 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from vllm_ddtree.cli.errors import CommandError, WrongUsage
-from vllm_ddtree.cli.pair_arguments import split_pair
+from vllm_ddtree.cli.pair_arguments import Drafter, Target, split_pair
 
 
 def tune(
     context: typer.Context,
-    target: Annotated[
-        str | None, typer.Argument(help="The target: a folder or a hub name.", show_default=False)
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Argument(help="The drafter, the same.", show_default=False)
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Your prompts: a text file, one a line, or .jsonl with prompt/messages."),
