@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +95,22 @@ def test_the_command_of_a_server() -> None:
     made = servers.arguments("t", spec, 9, ["--dtype", "float32"])
     assert made[:2] == ["serve", "t"] and json.loads(made[-1]) == spec
     assert "--speculative-config" not in servers.arguments("t", None, 9, [])
+
+
+def test_a_stopped_server_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its engine is a process of its own, and may not hear that the server is stopped."""
+    code = "trap '' TERM; sleep 600 & echo $!; trap 'exit 0' TERM; wait"
+    server = subprocess.Popen(
+        ["bash", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert server.stdout is not None
+    engine = int(server.stdout.readline())
+    os.kill(engine, signal.SIGTERM)  # it is ignored
+    os.kill(engine, 0)
+    servers.stop(server)
+    assert server.returncode == 0
+    # It is gone when nobody holds the pipe any more.
+    assert server.stdout.read() == ""
 
 
 def test_last_words(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -74,9 +76,24 @@ def serving(
             time.sleep(0.5)
         yield find_server(name, f"http://127.0.0.1:{port}")
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process)
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """End a server and all that it has started.
+
+    A server that is stopped while it starts leaves its engine behind. The group is the server's
+    own, so nothing else is in it.
+
+    Args:
+        process: the first of a session of its own.
+
+    """
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
