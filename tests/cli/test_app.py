@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from tests.cli.running import ROOT, command
+from vllm_ddtree.cli.app import App
+from vllm_ddtree.cli.errors import CommandError, WrongUsage
 
 HEAVY = ("torch", "vllm", "transformers", "matplotlib", "numpy", "triton")
 
@@ -50,3 +53,27 @@ def test_wrong_usage_is_one_line(arguments: list[str], says: str) -> None:
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("vllm-ddtree") and says in line
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "says"),
+    [
+        (KeyboardInterrupt(), 130, "vllm-ddtree: interrupted"),
+        (CommandError("it\nfails"), 1, "vllm-ddtree: it fails"),
+        (WrongUsage("no"), 2, "vllm-ddtree: no"),
+        (typer.Exit(3), 3, ""),
+    ],
+)
+def test_how_commands_end(
+    raised: BaseException, status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = App(pretty_exceptions_enable=False)
+
+    @own.command()
+    def one() -> None:
+        raise raised
+
+    with pytest.raises(SystemExit) as end:
+        own([])
+    assert end.value.code == status
+    assert capsys.readouterr().err.strip() == says

@@ -22,6 +22,10 @@ REFUSED: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "Clic
 """What typer raises for wrong usage. Some releases bring a copy of click, others use click."""
 
 
+INTERRUPTED = 130
+"""Status of a command that Ctrl-C has ended."""
+
+
 class App(typer.Typer):
     """Typer's application, in which an error is one line."""
 
@@ -32,9 +36,11 @@ class App(typer.Typer):
         except CommandError as error:
             status = complain("vllm-ddtree", str(error), error.status)
         except typer.Abort:
-            status = complain("vllm-ddtree", "interrupted", 130)
+            status = INTERRUPTED
         except REFUSED as error:
             status = refused(error)
+        if status == INTERRUPTED:  # of Ctrl-C, typer says nothing
+            complain("vllm-ddtree", "interrupted", INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
 
 
