@@ -12,11 +12,18 @@ from typing import Any
 
 import typer
 
+from vllm_ddtree.cli.bench.command import bench
 from vllm_ddtree.cli.check.command import check
+from vllm_ddtree.cli.demo import demo
 from vllm_ddtree.cli.errors import CommandError
+from vllm_ddtree.cli.tune.command import tune
 
-REFUSED = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+REFUSED: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """What typer raises for wrong usage. Some releases bring a copy of click, others use click."""
+
+
+INTERRUPTED = 130
+"""Status of a command that Ctrl-C has ended."""
 
 
 class App(typer.Typer):
@@ -29,9 +36,11 @@ class App(typer.Typer):
         except CommandError as error:
             status = complain("vllm-ddtree", str(error), error.status)
         except typer.Abort:
-            status = complain("vllm-ddtree", "interrupted", 130)
+            status = INTERRUPTED
         except REFUSED as error:
             status = refused(error)
+        if status == INTERRUPTED:  # of Ctrl-C, typer says nothing
+            complain("vllm-ddtree", "interrupted", INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -75,4 +84,9 @@ def main(
     """Only options that every command has."""
 
 
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(check)
+MORE = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Of commands that options of vLLM may follow."""
+app.command(context_settings=MORE)(check)
+app.command(context_settings=MORE)(tune)
+app.command(context_settings=MORE)(bench)
+app.command(context_settings={**MORE, "help_option_names": []})(demo)

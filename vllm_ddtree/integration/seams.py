@@ -18,7 +18,7 @@ SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.34", prereleases=True)
 
 SEAMS: dict[str, tuple[str, ...]] = {
     # Of the whole package.
-    "vllm": ("__version__",),
+    "vllm": ("__version__", "LLM", "SamplingParams"),
     "vllm.logger": ("init_logger(name)", "_VllmLogger: info_once(msg)"),
     "vllm.triton_utils": ("HAS_TRITON", "tl", "triton"),
     "vllm.platforms": ("current_platform",),
@@ -85,6 +85,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "vllm.usage.usage_lib": ("UsageContext: OPENAI_API_SERVER",),
     "vllm.utils.argparse_utils": ("FlexibleArgumentParser: __init__(...) error(message)",),
     "vllm.model_executor.models": ("ModelRegistry",),
+    "vllm.benchmarks.datasets.datasets": (
+        "add_dataset_parser(parser)",
+        "get_samples(args, tokenizer)",
+    ),
     # Engine core and scheduler.
     "vllm.v1.engine.core": (
         "EngineCore: __init__(vllm_config, ...) scheduler model_executor vllm_config",

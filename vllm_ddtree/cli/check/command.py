@@ -9,16 +9,13 @@ from typing import Annotated
 import typer
 
 from vllm_ddtree.cli.errors import WrongUsage
+from vllm_ddtree.cli.pair_arguments import Drafter, Target, split_pair
 
 
 def check(
     context: typer.Context,
-    target: Annotated[
-        str | None, typer.Argument(help="The target: a folder or a hub name.", show_default=False)
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Argument(help="The drafter, the same.", show_default=False)
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable findings.")] = False,
 ) -> None:
     """Say whether a pair fits, from its configurations alone; options of `vllm serve` may follow.
@@ -30,7 +27,8 @@ def check(
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     from rich.console import Console
 
-    if (target or "").startswith("-") or (drafter or "").startswith("-"):
+    target, drafter, options = split_pair(context, target, drafter)
+    if target is None and options:
         raise WrongUsage("check: give TARGET and DRAFTER first, then the options of vllm serve")
     if target is not None and drafter is None:
         raise WrongUsage("check: give a drafter as well as a target")
@@ -43,7 +41,7 @@ def check(
             no_gpu.stand_in()
         found = list(installed())
     if target is not None and drafter is not None and not findings.refused(found):
-        found += check_pair(target, drafter, context.args)
+        found += check_pair(target, drafter, options)
     if as_json:
         print(findings.as_json(found))
     else:

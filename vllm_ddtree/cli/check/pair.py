@@ -17,6 +17,7 @@ from vllm_ddtree.cli.check.findings import Finding, State
 from vllm_ddtree.cli.check.graphs import graphs
 from vllm_ddtree.cli.check.memory import memory
 from vllm_ddtree.cli.check.no_gpu import without_gpu
+from vllm_ddtree.cli.check.worker import worker_checks
 from vllm_ddtree.cli.errors import WrongUsage
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def check_pair(target: str, drafter: str, options: Sequence[str]) -> list[Findin
     with heard() as said:
         try:
             vllm_config, others = make_config(target, drafter, options)
+            classes = list(worker_checks(vllm_config))
         except WrongUsage:
             raise
         except OSError as error:
@@ -136,7 +138,7 @@ def check_pair(target: str, drafter: str, options: Sequence[str]) -> list[Findin
         except (ValueError, StrictDataclassError) as error:
             found = [refusal(error)]
         else:
-            found = [*describe(vllm_config), *memory(vllm_config)]
+            found = [*describe(vllm_config), *classes, *memory(vllm_config)]
             if others:
                 text = f"not looked at, since they are none of the engine's: {' '.join(others)}"
                 found.append(Finding("options", State.NOTE, text))
@@ -185,7 +187,7 @@ def drafter_words(spec: Any) -> str:
     draft = spec.draft_model_config
     config = draft.hf_config
     checkpoint = integration.checkpoint_config(draft.model, draft.revision)
-    kind = "the speculators library's format" if "speculators_config" in checkpoint else "plain"
+    kind = "the speculators library's" if "speculators_config" in checkpoint else "the plain"
     windows = (getattr(config, "layer_types", None) or []).count("sliding_attention")
     nested = getattr(config, "dflash_config", None) or {}
     window = nested.get("swa_window_size", getattr(config, "sliding_window", None))
@@ -193,9 +195,9 @@ def drafter_words(spec: Any) -> str:
         windows = config.num_hidden_layers
     said = f", {windows} of them with a window of {window}" if windows else ", no windows"
     return (
-        f"{spec.family} ({kind}), {config.num_hidden_layers} layers of size {config.hidden_size}"
-        f"{said}; block of {spec.block_size}, trees up to {spec.depth_limit} deep, {spec.top_k} "
-        "candidates a position"
+        f"{spec.family}, {config.num_hidden_layers} layers of size {config.hidden_size}{said}, in "
+        f"{kind} format; block of {spec.block_size}, trees up to {spec.depth_limit} deep, "
+        f"{spec.top_k} candidates a position"
     )
 
 
@@ -220,7 +222,8 @@ def backend(vllm_config: VllmConfig) -> Finding:
 
     model = vllm_config.model_config
     if without_gpu():
-        names = one_of(supported(model.use_mla, vllm_config.cache_config.cache_dtype))
+        known = supported(model.use_mla, vllm_config.cache_config.cache_dtype)
+        names = one_of(tuple(name for name in known if not name.startswith("CPU")))
         text = f"chosen where the GPU is; trees are verified on {names}"
         return Finding("attention", State.NOTE, text)
     chosen = vllm_config.attention_config.backend
