@@ -29,7 +29,8 @@ def random_paths(rng: np.random.Generator, parents: list[list[int]], device: str
     """A path of each tree, from the root down to any row."""
     paths = Paths.empty(len(parents), 31, 8, device)
     for place, tree in enumerate(parents):
-        row, path = int(rng.integers(len(tree))), []
+        row = int(rng.integers(len(tree)))
+        path: list[int] = []
         while row >= 0:
             path.insert(0, row)
             row = tree[row]
