@@ -17,14 +17,14 @@ PLAIN: dict[str, Any] = {"structured_outputs": None, "logprobs": None, "logprob_
 
 def request(nodes: int, **params: Any) -> Any:
     sampling = SimpleNamespace(**{**PLAIN, **params})
-    return SimpleNamespace(spec_token_ids=[-1] * nodes, sampling_params=sampling)
+    return SimpleNamespace(request_id="", spec_token_ids=[-1] * nodes, sampling_params=sampling)
 
 
 def step(
     requests: list[Any],
     waiting: int = 0,
     trimmed: dict[int, int] | None = None,
-    late: bool = False,
+    late: tuple[int, int] | None = None,
     most_rows: int = 1000,
     cut: int | None = None,
 ) -> tuple[list[int], int | None, int | None]:
@@ -34,12 +34,14 @@ def step(
         requests: running.
         waiting: requests.
         trimmed: nodes that vLLM's scheduler leaves, by request.
-        late: whether a prefill joins the step.
+        late: rows and nodes of a request that joins the step unseen.
         most_rows: rows that are sampled in one piece.
         cut: nodes to which trees were cut before, so that they fit.
 
     """
     scheduler = SimpleNamespace(running=requests, waiting=[None] * waiting, max_num_running_reqs=8)
+    for i, each in enumerate(requests):
+        each.request_id = str(i)
     sharing = Sharing(scheduler, MEAN, most_rows)
     sharing.scheduling()
     lengths, drafts = {}, {}
@@ -49,7 +51,8 @@ def step(
         if nodes:
             drafts[str(i)] = [-1] * nodes
     if late:
-        lengths["late"] = 40
+        lengths["late"], nodes = late
+        drafts |= {"late": [-1] * nodes} if nodes else {}
     output: Any = SimpleNamespace(num_scheduled_tokens=lengths, scheduled_spec_decode_tokens=drafts)
     note_cut(output, cut)
     sharing.scheduled(output)
@@ -86,9 +89,10 @@ def test_a_queue_behind_a_full_batch_does_not_matter() -> None:
     assert step([request(15) for _ in range(8)], waiting=3)[1] == 8 * MEAN
 
 
-def test_a_prefill_that_joins_late() -> None:
+@pytest.mark.parametrize("late", [(40, 0), (6, 5)], ids=["prefill", "prompt of one token"])
+def test_a_request_that_joins_late(late: tuple[int, int]) -> None:
     """The trees stay as they are, which the host knows."""
-    assert step([request(5), request(5)], late=True) == ([5, 5, 39], None, None)
+    assert step([request(5), request(5)], late=late) == ([5, 5, late[0] - 1], None, None)
 
 
 def test_a_draft_that_vllm_drops() -> None:

@@ -36,10 +36,12 @@ class Sharing:
     def __init__(self, scheduler: Scheduler, mean: int, most_rows: int) -> None:
         self._scheduler, self._mean, self._most_rows = scheduler, mean, most_rows
         self._cut = False
+        self._running: set[str] = set()
 
     def scheduling(self) -> None:
         """A step is about to be scheduled: cut its trees if it cannot share."""
         running = self._scheduler.running
+        self._running = {request.request_id for request in running}
         admits = self._scheduler.waiting and len(running) < self._scheduler.max_num_running_reqs
         self._cut = bool(admits) or not all(map(_may_share, running)) or len(running) < 2
         if self._cut:
@@ -55,6 +57,8 @@ class Sharing:
             note_cut(scheduler_output, self._mean if cut is None else min(cut, self._mean))
         if self._cut or len(drafts) < len(lengths) or len(lengths) < 2:
             return
+        if not self._running.issuperset(lengths):
+            return  # one has joined that nobody looked at
         if any(length != 1 + len(drafts[name]) for name, length in lengths.items()):
             return
         room = sum(map(len, drafts.values()))
