@@ -126,6 +126,8 @@ class DDTreeModelState(DefaultModelState):
         zeros = torch.zeros(2, dtype=torch.int32, device=self.device)
         as_chains(rt.trees, Layout(none, zeros, zeros), zeros, rt.max_depth)
         path_logit_rows(rt.paths.part(0, 1), zeros, none)
+        if self.shared_rows:
+            self.shared_rows.compile(rt.paths)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Note whether the request's sampling takes preceding rows for its own tokens."""

@@ -10,7 +10,8 @@ from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from tests.share.cases import random_trees
 from vllm_ddtree.round.meter import ONE
-from vllm_ddtree.share.reference import BINS, chances, share_nodes, worths
+from vllm_ddtree.round.paths import Paths
+from vllm_ddtree.share.reference import BINS, WORTH, chances, share_nodes, worths
 from vllm_ddtree.share.rows import SharedRows
 
 
@@ -47,3 +48,11 @@ def test_a_step(nodes: int, version: str, device: str, monkeypatch: pytest.Monke
     assert query_start_loc.tolist()[:5] == cu_num_logits.tolist()
     assert set(query_start_loc.tolist()[4:]) == {4 + nodes}
     assert total == nodes and more == ([None] if version == "0.33" else [])
+
+
+def test_compiling_changes_nothing(device: str) -> None:
+    trees, _ = random_trees(np.random.default_rng(1), 4, 7, device)
+    rows = SharedRows(trees)
+    rows.compile(Paths.empty(4, 7, 32, device))
+    assert not rows.calibration.counts.any()
+    assert (rows.calibration.worth == WORTH).all()

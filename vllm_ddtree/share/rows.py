@@ -20,6 +20,7 @@ from vllm_ddtree.share.calibration import Calibration
 from vllm_ddtree.share.nodes import Shares
 
 if TYPE_CHECKING:
+    from vllm_ddtree.round.paths import Paths
     from vllm_ddtree.round.trees import TreeBuffers
 
 
@@ -37,6 +38,18 @@ class SharedRows:
         self._shares = Shares(trees.max_num_reqs, trees.budget, trees.device)
         self._nodes = 0
         self._capacities = np.zeros(0, dtype=np.int32)
+
+    def compile(self, paths: Paths) -> None:
+        """Compile the kernels, on a request without nodes.
+
+        Args:
+            paths: of the engine.
+
+        """
+        zeros = torch.zeros(1, dtype=torch.int32, device=self._trees.device)
+        self.calibration.observe(self._trees, zeros.long(), zeros, paths)
+        self.calibration.refresh()
+        self._shares.assign(self._trees, self.calibration.worth, zeros.long(), zeros, 0)
 
     def of_step(self, nodes: int) -> SharedRows:
         """For the step that begins, whose requests share so many nodes."""
