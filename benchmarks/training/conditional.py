@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -24,7 +22,6 @@ from torch import Tensor
 
 from benchmarks.training.common import (
     DEVICE,
-    Rollouts,
     adamw,
     autocast,
     compiled,
@@ -33,12 +30,9 @@ from benchmarks.training.common import (
     rounded,
     say,
     schedule,
-    setup,
     steps,
     to_bfloat16,
     update,
-    wait_for,
-    with_features,
 )
 from benchmarks.training.heads import LiLiCorr, Markov, Selector, lilicorr_config
 from benchmarks.training.measure import (
@@ -48,19 +42,9 @@ from benchmarks.training.measure import (
     lattice_of,
     measure,
 )
-from benchmarks.training.nets import Drafter, Target, load_drafter, load_target, read_config
+from benchmarks.training.nets import Drafter, Target
 from benchmarks.training.oracle import table
-
-RANKS = {"small": 64, "nano": 32}
-
-
-def load_rollouts(file: Path, target: Target) -> tuple[Rollouts, Tensor, int]:
-    """Rollouts with features, held-out texts and the length of their prompts."""
-    data = np.load(wait_for(file))
-    ids = torch.from_numpy(data["ids"].astype(np.int32)).to(DEVICE)
-    prompts = torch.from_numpy(data["prompts"]).to(DEVICE)
-    held = torch.from_numpy(data["held"].astype(np.int32)).to(DEVICE)
-    return with_features(target, ids, prompts), held, int(data["held_prompt"])
+from benchmarks.training.task import RANKS, add_arguments, load
 
 
 class Heads(nn.Module):
@@ -165,24 +149,10 @@ def acceptances(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=RANKS)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("drafter", type=Path)
-    parser.add_argument("rollouts", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--until", type=float, required=True, help="seconds since 1970")
-    parser.add_argument("--batch", type=int, default=48)
-    parser.add_argument("--anchors", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=0, help="instead of a time: for a trial")
+    add_arguments(parser, batch=48, anchors=8)
     args = parser.parse_args()
-    setup(2)
-    config = read_config(args.drafter)
-    block = config["block_size"]
-    states = config["dflash_config"]["target_layer_ids"]
-    target = load_target(args.target, states, DEVICE).requires_grad_(False).eval()
-    drafter = load_drafter(args.drafter, DEVICE).requires_grad_(False).eval()
-    rollouts, held, prompt = load_rollouts(args.rollouts, target)
-    say("features", tuple(rollouts.features.shape))
+    _, block, target, drafter, rollouts, held, prompt = load(args, seed=2)
+    drafter.requires_grad_(False).eval()
     heads = Heads(drafter, block, RANKS[args.name]).to(DEVICE)
     optimizer = adamw(
         [

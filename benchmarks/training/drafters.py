@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,24 +34,17 @@ from benchmarks.training.common import (
     save_dflash,
     say,
     schedule,
-    setup,
     steps,
     to_bfloat16,
     train_drafter,
     update,
 )
-from benchmarks.training.conditional import RANKS, load_rollouts, markov_lattice
+from benchmarks.training.conditional import markov_lattice
 from benchmarks.training.heads import Markov
 from benchmarks.training.measure import candidates, draft_positions, measure, measure_dflash
-from benchmarks.training.nets import (
-    Drafter,
-    Target,
-    initialise,
-    load_drafter,
-    load_target,
-    read_config,
-)
+from benchmarks.training.nets import Drafter, Target, initialise
 from benchmarks.training.oracle import table
+from benchmarks.training.task import RANKS, add_arguments, load
 
 
 def forget_attention(drafter: Drafter) -> None:
@@ -152,24 +144,9 @@ def measure_dspark(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=["wide", "dspark"])
-    parser.add_argument("name", choices=RANKS)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("drafter", type=Path)
-    parser.add_argument("rollouts", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--until", type=float, required=True, help="seconds since 1970")
-    parser.add_argument("--batch", type=int, default=96)
-    parser.add_argument("--anchors", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=0, help="instead of a time: for a trial")
+    add_arguments(parser, batch=96, anchors=16)
     args = parser.parse_args()
-    setup(3)
-    config = read_config(args.drafter)
-    block = config["block_size"]
-    states = config["dflash_config"]["target_layer_ids"]
-    target = load_target(args.target, states, DEVICE).requires_grad_(False).eval()
-    drafter = load_drafter(args.drafter, DEVICE)
-    rollouts, held, prompt = load_rollouts(args.rollouts, target)
-    say("features", tuple(rollouts.features.shape))
+    config, block, target, drafter, rollouts, held, prompt = load(args, seed=3)
     if args.kind == "wide":
         forget_attention(drafter)
         out = args.out / f"{args.name}-dflash-wide"

@@ -132,7 +132,7 @@ class Table:
             try:
                 await asyncio.wait_for(self.ends[name].wait(), timeout)
                 end = "abort"
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 pass
             request = Request(name, ids, {**BASE, "n": params.n})
             yield answer(request, [sum(ids) % VOCAB] * params.max_tokens, end)

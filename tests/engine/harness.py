@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PROMPTS",
     "Counters",
+    "Draft",
     "Result",
     "ddtree",
     "dflash",

@@ -12,11 +12,13 @@ import itertools
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.conftest import Pair
 from tests.engine.harness import (
     PROMPTS,
     Counters,
+    Draft,
     Result,
     ddtree,
     dflash,
@@ -160,6 +162,67 @@ def test_a_tree_accepts_more_than_the_chain(pair: Pair) -> None:
     assert lengths[0] > 1.1 * lengths[1] > 0
 
 
+AUTO = list(range(0, 3, 2))
+"""Requests of the tests of `auto`: one of them ends at the length limit."""
+
+
+def serve_auto(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, list[Draft], Tensor]:
+    """Serves `AUTO` with an automatic budget: also all drafts, and what the meter counted."""
+    drafts = watch_reaches(monkeypatch)
+    requests = [REQUESTS[i] for i in AUTO]
+    with open_engine(
+        pair.target,
+        {"method": "ddtree", "model": str(pair.drafter), "budget": "auto"},
+        max_model_len=MAX_MODEL_LEN,
+        per_request_spec_decode_metrics="detailed",
+        **ENGINE,
+    ) as llm:
+        meter = model_runner(llm).model_state.runtime.meter
+        before = meter.totals.clone()
+        result = generate(llm, [r[0] for r in requests], [greedy(r[1], **r[2]) for r in requests])
+        return result, drafts, meter.totals - before
+
+
+def oracle_of_drafts(
+    pair: Pair, result: Result, drafts: list[Draft]
+) -> list[list[tuple[Draft, Round | None]]]:
+    """Of each request in `AUTO`, its drafts with the oracle's rounds, which the engine's are. No
+    round verifies a draft without nodes, and the draft that finds the request at its end."""
+    by_request = []
+    for i, output in zip(AUTO, result.outputs, strict=True):
+        trace = traces(pair)[i]
+        tokens = output.outputs[0].token_ids
+        known = trace.tokens[trace.num_prompt_tokens :]
+        assert tokens == known[: len(tokens)]
+        position = trace.num_prompt_tokens
+        end = position + len(tokens)
+        rounds: list[tuple[Draft, Round | None]] = []
+        for draft in drafts:
+            if position + 1 == end:
+                rounds.append((draft, None))
+                break
+            if draft.nodes == 0:
+                position += 1
+                rounds.append((draft, None))
+                continue
+            found = trace.round(
+                position,
+                end,
+                budget=draft.nodes,
+                top_k=16,
+                num_masks=draft.masks,
+                max_model_len=MAX_MODEL_LEN,
+            )
+            position += found.emitted
+            rounds.append((draft, found))
+        metrics = output.outputs[0].spec_decode_metrics
+        drafted = [found for _, found in rounds if found and found.num_nodes]
+        assert metrics.per_step_accepted == [r.accepted for r in drafted]
+        assert metrics.per_step_drafted == [r.num_nodes for r in drafted]
+        by_request.append(rounds)
+    return by_request
+
+
 def test_rounds_of_narrow_drafts(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other draft has few masks. Each round accepts what the oracle accepts of such drafts,
     and the meter counts it apart."""
@@ -175,59 +238,22 @@ def test_rounds_of_narrow_drafts(nano_pair: Pair, monkeypatch: pytest.MonkeyPatc
         auto.AutoBudget, "wanted", lambda *_: auto.Choice(turn[0][0], False, turn[0][1])
     )
     monkeypatch.setattr(auto.Tries, "step", lambda _: turn.__setitem__(0, next(order)))
-    spec = {"method": "ddtree", "model": str(nano_pair.drafter), "budget": "auto"}
-    requests = list(zip(traces(nano_pair), REQUESTS, strict=True))[:3:2]
-    drafts = watch_reaches(monkeypatch)
-    with open_engine(
-        nano_pair.target,
-        spec,
-        max_model_len=MAX_MODEL_LEN,
-        per_request_spec_decode_metrics="detailed",
-        **ENGINE,
-    ) as llm:
-        meter = model_runner(llm).model_state.runtime.meter
-        before = meter.totals.clone()
-        result = generate(
-            llm, [r[0] for _, r in requests], [greedy(r[1], **r[2]) for _, r in requests]
-        )
-        counted = (meter.totals - before)[6:].tolist()
+    result, drafts, counted = serve_auto(nano_pair, monkeypatch)
     assert {draft.masks for draft in drafts} == {None, masks}
     for draft in drafts:
         # Seven nodes, and paths of seven, need more positions than few masks have.
         assert draft.masks is None or max(draft.nodes, draft.verified) <= masks
-    narrow_rounds = narrow_accepted = 0
-    for (trace, _), output in zip(requests, result.outputs, strict=True):
-        tokens = output.outputs[0].token_ids
-        known = trace.tokens[trace.num_prompt_tokens :]
-        assert tokens == known[: len(tokens)]
-        position = trace.num_prompt_tokens
-        end = position + len(tokens)
-        rounds: list[Round] = []
-        for draft in drafts:
-            if position + 1 == end:
-                break
-            if draft.nodes == 0:
-                position += 1
-                continue
-            found = trace.round(
-                position,
-                end,
-                budget=draft.nodes,
-                top_k=16,
-                num_masks=draft.masks,
-                max_model_len=MAX_MODEL_LEN,
-            )
-            position += found.emitted
-            if found.num_nodes:
-                rounds.append(found)
-                narrow_rounds += draft.masks is not None
-                narrow_accepted += found.accepted if draft.masks is not None else 0
-        metrics = output.outputs[0].spec_decode_metrics
-        assert metrics.per_step_accepted == [r.accepted for r in rounds]
-        assert metrics.per_step_drafted == [r.num_nodes for r in rounds]
-    assert narrow_rounds > 5
+    narrow_rounds = [
+        found
+        for rounds in oracle_of_drafts(nano_pair, result, drafts)
+        for draft, found in rounds
+        if draft.masks is not None and found and found.num_nodes
+    ]
+    assert len(narrow_rounds) > 5
     # The meter also has a round that ends a request, cut to the tokens that were left.
-    assert counted[0][0] // ONE >= narrow_rounds and sum(counted[1][1:]) >= narrow_accepted
+    by_row = counted[6:].tolist()
+    assert by_row[0][0] // ONE >= len(narrow_rounds)
+    assert sum(by_row[1][1:]) >= sum(found.accepted for found in narrow_rounds)
 
 
 def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,54 +265,14 @@ def test_rounds_of_changing_reaches(nano_pair: Pair, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cost, "measure", lambda worker: costs)
     order = itertools.cycle([3, 3, 1, 7, 3, 0, 15, 1, 3, 5, 3])
     monkeypatch.setattr(auto.AutoBudget, "__getitem__", lambda self, num_reqs: next(order))
-    spec = {"method": "ddtree", "model": str(nano_pair.drafter), "budget": "auto"}
-    # One of them ends at the length limit.
-    requests = list(zip(traces(nano_pair), REQUESTS, strict=True))[:3:2]
-    drafts = watch_reaches(monkeypatch)
-    with open_engine(
-        nano_pair.target,
-        spec,
-        max_model_len=MAX_MODEL_LEN,
-        per_request_spec_decode_metrics="detailed",
-        **ENGINE,
-    ) as llm:
-        meter = model_runner(llm).model_state.runtime.meter
-        before = int(meter.totals[0, 0])
-        result = generate(
-            llm, [r[0] for _, r in requests], [greedy(r[1], **r[2]) for _, r in requests]
-        )
-        trees = (int(meter.totals[0, 0]) - before) // ONE
+    result, drafts, counted = serve_auto(nano_pair, monkeypatch)
     turn = 0
     for draft in drafts:
         turn += draft.nodes > 0
         longest = draft.nodes > 0 and (turn % every == 1 or draft.verified == 0)
         short = max(draft.nodes, draft.verified) <= 3 and not longest
         assert draft.positions == (3 if short else 7), draft
-    expected_trees = 0
-    for (trace, _), output in zip(requests, result.outputs, strict=True):
-        tokens = output.outputs[0].token_ids
-        known = trace.tokens[trace.num_prompt_tokens :]
-        assert tokens == known[: len(tokens)]
-        position = trace.num_prompt_tokens
-        end = position + len(tokens)
-        rounds: list[Round] = []
-        for draft in drafts:
-            expected_trees += draft.positions == 7
-            if position + 1 == end:
-                break
-            if draft.nodes == 0:
-                position += 1
-                continue
-            found = trace.round(
-                position,
-                end,
-                budget=draft.nodes,
-                top_k=16,
-                max_model_len=MAX_MODEL_LEN,
-            )
-            position += found.emitted
-            rounds += [found] if found.num_nodes else []
-        metrics = output.outputs[0].spec_decode_metrics
-        assert metrics.per_step_accepted == [r.accepted for r in rounds]
-        assert metrics.per_step_drafted == [r.num_nodes for r in rounds]
-    assert trees == expected_trees
+    by_request = oracle_of_drafts(nano_pair, result, drafts)
+    assert int(counted[0, 0]) // ONE == sum(
+        draft.positions == 7 for rounds in by_request for draft, _ in rounds
+    )

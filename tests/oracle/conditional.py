@@ -13,6 +13,7 @@ candidates of the block.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -99,7 +100,7 @@ class Draft(NamedTuple):
     """float32 [D, K]."""
 
 
-class ConditionalDrafter(Drafter):
+class ConditionalDrafter(Drafter, ABC):
     """A drafter that rates candidates given the one before."""
 
     top_k: int
@@ -110,6 +111,7 @@ class ConditionalDrafter(Drafter):
         context.rows = self.context_rows(states)
         return context
 
+    @abstractmethod
     def propose(self, hidden: Tensor, anchor: int, before: Tensor) -> Draft:
         """The draft.
 
@@ -119,7 +121,6 @@ class ConditionalDrafter(Drafter):
             before: float32 [hidden], the context's last row.
 
         """
-        raise NotImplementedError
 
     @torch.inference_mode()
     def lattice(

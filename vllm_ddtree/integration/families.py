@@ -7,11 +7,11 @@ models, and its reading of the speculators library's format (transformers_utils/
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class Family(str, Enum):
+class Family(StrEnum):
     """How a drafter of parallel positions rates its candidates."""
 
     DFLASH = "DFlash"

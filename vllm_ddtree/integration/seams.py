@@ -20,7 +20,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     # Of the whole package.
     "vllm": ("__version__",),
     "vllm.logger": ("init_logger(name)", "_VllmLogger: info_once(msg)"),
-    "vllm.triton_utils": ("tl", "triton"),
+    "vllm.triton_utils": ("HAS_TRITON", "tl", "triton"),
     "vllm.platforms": ("current_platform",),
     "vllm.platforms.interface": (
         "Platform: fp8_dtype() _align_hybrid_block_size(vllm_config, ...)",
@@ -50,12 +50,15 @@ SEAMS: dict[str, tuple[str, ...]] = {
     # Configuration.
     "vllm.engine.arg_utils": (
         "EngineArgs: create_speculative_config(*, target_model_config, target_parallel_config)",
-        "EngineArgs: create_engine_config(...) add_cli_args(parser)",
+        "EngineArgs: create_engine_config(...) add_cli_args(parser) from_cli_args(args)",
+        "AsyncEngineArgs",
         "EngineArgs: speculative_config spec_method spec_model spec_tokens",
         "EngineArgs: compilation_config max_num_active_seqs",
         "EngineArgs: enable_lora max_num_seqs max_num_batched_tokens watermark_config",
+        "EngineArgs: create_model_config() attention_backend kv_cache_dtype",
     ),
     "vllm.config.vllm": (
+        "HAS_TRITON",
         "VllmConfig: num_lookahead_tokens use_v2_model_runner",
         "set_current_vllm_config(vllm_config)",
     ),
@@ -66,6 +69,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "PROCESSED_LOGPROBS_MODES",
         "ModelConfig: get_head_size() get_num_attention_heads(parallel_config) get_vocab_size()",
         "ModelConfig: get_total_num_hidden_layers() get_hidden_size()",
+        "ModelConfig: get_num_kv_heads(parallel_config)",
+        "ModelConfig: get_num_layers_by_block_type(parallel_config, block_type)",
     ),
     "vllm.config.speculative": (
         "SpeculativeConfig: max_num_new_slots_for_drafting",
@@ -76,6 +81,10 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "try_get_local_file(model, file_name, revision)",
         "get_hf_file_to_dict(file_name, model, revision)",
     ),
+    # The command line, for `vllm-ddtree`.
+    "vllm.usage.usage_lib": ("UsageContext: OPENAI_API_SERVER",),
+    "vllm.utils.argparse_utils": ("FlexibleArgumentParser: __init__(...) error(message)",),
+    "vllm.model_executor.models": ("ModelRegistry",),
     # Engine core and scheduler.
     "vllm.v1.engine.core": (
         "EngineCore: __init__(vllm_config, ...) scheduler model_executor vllm_config",
@@ -125,7 +134,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "MAX_NUM_ALLOWED_TOKEN_IDS",
         "MAX_NUM_STOP_TOKEN_IDS",
     ),
-    "vllm.envs": ("VLLM_MAX_BAD_WORDS_TOTAL_TOKENS", "VLLM_USE_V2_MODEL_RUNNER"),
+    "vllm.envs": (
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS",
+        "VLLM_PLUGINS",
+        "VLLM_USE_V2_MODEL_RUNNER",
+    ),
     # Metrics.
     "vllm.v1.spec_decode.metrics": (
         "SpecDecodingProm: __init__(speculative_config, ...)",

@@ -17,10 +17,9 @@ end behind it by one, which are exactly the keys that do not beat the winner's.
 import torch
 from vllm.triton_utils import tl, triton
 
-from vllm_ddtree.round.trees import MAX_DEPTH, TreeBuffers
+from vllm_ddtree.round.trees import TreeBuffers
+from vllm_ddtree.tree.checks import check_build
 from vllm_ddtree.tree.store import store_tree
-
-MAX_TOP_K = 64
 
 
 def build_trees(
@@ -54,7 +53,11 @@ def build_trees(
         ValueError: a shape, dtype or limit does not fit.
 
     """
-    _check(log_probs, token_ids, indices, trees, draft_tokens, depth_limit)
+    if log_probs.dim() != 3 or log_probs.dtype != torch.float32:
+        raise ValueError(
+            f"log_probs must be float32 [R, D, K], got {log_probs.dtype} {list(log_probs.shape)}"
+        )
+    check_build(log_probs, token_ids, indices, trees, draft_tokens, depth_limit)
     num_reqs = log_probs.shape[0]
     if num_reqs == 0:
         return
@@ -86,60 +89,6 @@ def build_trees(
         TOP_K=log_probs.shape[2],
         num_warps=1,  # a reduction inside one warp needs no barrier
     )
-
-
-def _check(
-    log_probs: torch.Tensor,
-    token_ids: torch.Tensor,
-    indices: torch.Tensor,
-    trees: TreeBuffers,
-    draft_tokens: torch.Tensor,
-    depth_limit: int,
-) -> None:
-    """Host-side checks of shapes, dtypes and limits; contents are not looked at."""
-    if log_probs.dim() != 3 or log_probs.dtype != torch.float32:
-        raise ValueError(
-            f"log_probs must be float32 [R, D, K], got {log_probs.dtype} {list(log_probs.shape)}"
-        )
-    num_reqs, num_depths, top_k = log_probs.shape
-    if not (1 <= num_depths <= MAX_DEPTH and 1 <= top_k <= MAX_TOP_K):
-        raise ValueError(
-            f"log_probs has D = {num_depths} and K = {top_k}; "
-            f"pass 1 <= D <= {MAX_DEPTH} positions and 1 <= K <= {MAX_TOP_K} candidates"
-        )
-    if token_ids.shape != log_probs.shape or token_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"token_ids must be int32 or int64 {list(log_probs.shape)} like log_probs, "
-            f"got {token_ids.dtype} {list(token_ids.shape)}"
-        )
-    for name, tensor in (("log_probs", log_probs), ("token_ids", token_ids)):
-        if tensor.stride(2) != 1 and top_k > 1:
-            raise ValueError(
-                f"{name} has stride {tensor.stride(2)} in its last dimension; "
-                "make it contiguous there"
-            )
-    if indices.shape != (num_reqs,) or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"indices must be int32 or int64 [{num_reqs}], "
-            f"got {indices.dtype} {list(indices.shape)}"
-        )
-    if not indices.is_contiguous():
-        raise ValueError(f"indices has stride {indices.stride(0)}; make it contiguous")
-    if draft_tokens.shape != (num_reqs, trees.budget) or draft_tokens.dtype != torch.int64:
-        raise ValueError(
-            f"draft_tokens must be int64 [{num_reqs}, {trees.budget}], "
-            f"got {draft_tokens.dtype} {list(draft_tokens.shape)}"
-        )
-    if draft_tokens.stride(1) != 1 and trees.budget > 1:
-        raise ValueError(
-            f"draft_tokens has stride {draft_tokens.stride(1)} in its last dimension; "
-            "make it contiguous there"
-        )
-    if not 1 <= depth_limit <= num_depths:
-        raise ValueError(
-            f"depth_limit must be between 1 and the {num_depths} positions of log_probs, "
-            f"got {depth_limit}"
-        )
 
 
 @triton.jit

@@ -24,7 +24,7 @@ import torch
 from vllm.triton_utils import tl, triton
 
 from vllm_ddtree.round.trees import MAX_DEPTH, TreeBuffers
-from vllm_ddtree.tree.build import MAX_TOP_K
+from vllm_ddtree.tree.checks import MAX_TOP_K, check_build
 from vllm_ddtree.tree.store import store_tree
 
 RANKED_ROWS = 8
@@ -172,47 +172,13 @@ def _check(
         raise ValueError(
             f"log_probs must be float32 [R, D, K, K], got {log_probs.dtype} {list(log_probs.shape)}"
         )
-    num_reqs, num_depths, top_k, _ = log_probs.shape
-    if log_probs.shape[3] != top_k:
+    num_reqs, _, _, top_k = log_probs.shape
+    if log_probs.shape[2] != top_k:
         raise ValueError(
             f"log_probs must be [R, D, K, K], got {list(log_probs.shape)}: "
             "as many candidates before as after"
         )
-    if not 1 <= num_depths <= MAX_DEPTH:
-        raise ValueError(f"log_probs has D = {num_depths}; pass 1 <= D <= {MAX_DEPTH} positions")
-    shape = (num_reqs, num_depths, top_k)
-    if token_ids.shape != shape or token_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"token_ids must be int32 or int64 {list(shape)} like log_probs, "
-            f"got {token_ids.dtype} {list(token_ids.shape)}"
-        )
-    for name, tensor in (
-        ("log_probs", log_probs),
-        ("token_ids", token_ids),
-        ("draft_tokens", draft_tokens),
-    ):
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            raise ValueError(
-                f"{name} has stride {tensor.stride(-1)} in its last dimension; "
-                "make it contiguous there"
-            )
-    if indices.shape != (num_reqs,) or indices.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"indices must be int32 or int64 [{num_reqs}], "
-            f"got {indices.dtype} {list(indices.shape)}"
-        )
-    if not indices.is_contiguous():
-        raise ValueError(f"indices has stride {indices.stride(0)}; make it contiguous")
-    if draft_tokens.shape != (num_reqs, trees.budget) or draft_tokens.dtype != torch.int64:
-        raise ValueError(
-            f"draft_tokens must be int64 [{num_reqs}, {trees.budget}], "
-            f"got {draft_tokens.dtype} {list(draft_tokens.shape)}"
-        )
-    if not 1 <= depth_limit <= num_depths:
-        raise ValueError(
-            f"depth_limit must be between 1 and the {num_depths} positions of log_probs, "
-            f"got {depth_limit}"
-        )
+    check_build(log_probs, token_ids, indices, trees, draft_tokens, depth_limit)
     room = (rankings.max_num_reqs, rankings.depth, rankings.top_k)
     if num_reqs > room[0] or depth_limit > room[1] or top_k != room[2]:
         raise ValueError(
