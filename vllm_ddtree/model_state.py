@@ -33,11 +33,12 @@ from vllm_ddtree.round import runtime
 from vllm_ddtree.round.axes import place_nodes
 from vllm_ddtree.round.kinds import step_kinds
 from vllm_ddtree.round.layout import Layout
-from vllm_ddtree.round.plan import mixed_tree_tokens, plan_step
+from vllm_ddtree.round.plan import mixed_tree_tokens, plan_shared_step, plan_step
 from vllm_ddtree.round.rows import prepare_rows
 from vllm_ddtree.sampler.chain_requests import ChainRequests, has_custom_processors
 from vllm_ddtree.sampler.sampler import TreeRejectionSampler
 from vllm_ddtree.sampler.walk import path_logit_rows
+from vllm_ddtree.share.rows import SharedRows
 from vllm_ddtree.tree.chain import as_chains
 
 if TYPE_CHECKING:
@@ -105,6 +106,9 @@ class DDTreeModelState(DefaultModelState):
         connected = vllm_config.kv_transfer_config is not None
         self._checks = Checks(others_write=connected) if enabled_on_all_ranks() else None
         self._num_logits: np.ndarray | None = None
+        shared = vllm_config.speculative_config.mean_budget is not None
+        self.shared_rows = SharedRows(self.runtime.trees) if shared else None
+        """How requests share the nodes of a step; None: they never do."""
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
@@ -122,6 +126,8 @@ class DDTreeModelState(DefaultModelState):
         zeros = torch.zeros(2, dtype=torch.int32, device=self.device)
         as_chains(rt.trees, Layout(none, zeros, zeros), zeros, rt.max_depth)
         path_logit_rows(rt.paths.part(0, 1), zeros, none)
+        if self.shared_rows:
+            self.shared_rows.compile(rt.paths)
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Note whether the request's sampling takes preceding rows for its own tokens."""
@@ -201,14 +207,17 @@ class DDTreeModelState(DefaultModelState):
             # A FULL graph of the verify step: every request is a tree, of budget + 1 rows or fewer.
             layout = Layout(batch.idx_mapping, batch.query_start_loc, batch.query_start_loc)
             num_logits = num_rows
-        rt.step = plan_step(
-            num_rows,
-            num_logits,
-            batch.num_tokens,
-            self._mixed_tree_tokens,
-            rt.chains_asked,
-            for_capture,
-        )
+        if rt.shared:
+            rt.step = plan_shared_step(num_rows, batch.num_tokens)
+        else:
+            rt.step = plan_step(
+                num_rows,
+                num_logits,
+                batch.num_tokens,
+                self._mixed_tree_tokens,
+                rt.chains_asked,
+                for_capture,
+            )
         self._note_batch(rt.step, batch, slot_mappings)
         if rt.step.as_chains and not for_capture:
             as_chains(rt.trees, layout, batch.input_ids, rt.max_depth)
@@ -227,6 +236,7 @@ class DDTreeModelState(DefaultModelState):
             num_reqs_padded=batch.num_reqs_after_padding,
             num_tokens_padded=batch.num_tokens_after_padding,
             max_query_len=int(batch.num_scheduled_tokens.max()),
+            roots_alone=rt.step.shared,
         )
 
     def _note_batch(self, step: Step, batch: InputBatch, slot_mappings: torch.Tensor) -> None:
@@ -290,6 +300,11 @@ class DDTreeModelState(DefaultModelState):
             )
         if self.runtime.step.verified:
             self._commit()
+            if self.shared_rows and not self.runtime.step.as_chains:
+                rt = self.runtime
+                self.shared_rows.calibration.observe(
+                    rt.trees, idx_mapping, rt.rows.tail_lens, rt.paths
+                )
         if self._checks:
             self._checks.after_commit()
         super().postprocess_state(idx_mapping, self._accepted(num_sampled), num_computed_tokens)

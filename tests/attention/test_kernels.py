@@ -95,6 +95,7 @@ def test_mixed_batch(layout: str, paged: bool) -> None:
 @pytest.mark.parametrize(
     "requests",
     [
+        [tree(20, 1), tree(0, 1), tree(33, 9), tree(5, 1)],
         [tree(50, 2)],
         [tree(16, 15)],
         [tree(0, 16)],

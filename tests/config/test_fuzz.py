@@ -43,6 +43,7 @@ def text(value: Any) -> bool:
 RIGHT: dict[str, Callable[[Any], bool]] = {
     "budget": lambda v: whole(1, 255)(v) or either("auto")(v),
     "budget_per_batch_size": either(VALUES[32], VALUES[33]),
+    "mean_budget": either(),  # alone; `right_beside` knows more
     "top_k": whole(1, 64),
     "num_speculative_tokens": whole(1, 7),
     "conditional": lambda v: isinstance(v, bool),
@@ -86,6 +87,14 @@ def is_right(key: str, value: Any) -> bool:
     if key in DFLASH_KEYS and not hasattr(SpeculativeConfig, key):  # a key of vLLM 0.33
         return key in ("method", "model")
     return key not in NEVER_NONE if value is None else RIGHT[key](value)
+
+
+def right_beside(key: str, value: Any, keys: dict[str, Any]) -> bool:
+    """Whether a value is right beside other keys."""
+    budget = keys.get("budget")
+    if key == "mean_budget" and value is not None and budget is not None and whole(2, 255)(budget):
+        return whole(1, budget - 1)(value)
+    return is_right(key, value)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,7 +141,7 @@ def test_keys_together(seed: int) -> None:
             right = draw.random() < 0.85
             if values := [v for v in VALUES if is_right(key, v) == right]:
                 keys[key] = draw.choice(values)
-        wrong = [key for key, value in keys.items() if not is_right(key, value)]
+        wrong = [key for key, value in keys.items() if not right_beside(key, value, keys)]
         if both := conflict(keys):
             wrong.append(both)
         if wrong:
@@ -148,6 +157,7 @@ def test_keys_together(seed: int) -> None:
         assert spec.top_k == min(keys.get("top_k") or 16, expected)
         assert spec.depth_limit == (keys.get("num_speculative_tokens") or 7)
         assert spec.auto_budget == auto
+        assert spec.mean_budget == keys.get("mean_budget")
         built += 1
     assert built > 10 and refused > 10
 

@@ -101,14 +101,15 @@ def test_async_scheduling(nano_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> N
     assert result.counters.num_accepted_tokens > 0
 
 
-def test_preemption(nano_pair: Pair) -> None:
+@pytest.mark.parametrize("keys", [{}, {"mean_budget": 4}], ids=["alone", "shared"])
+def test_preemption(nano_pair: Pair, keys: dict[str, int]) -> None:
     """Ten KV blocks: two long requests cannot both grow, one is preempted and resumed."""
     prompts, tokens = [LONG, LONG + "\n", PROMPTS[3]], [30, 30, 8]
     params = [greedy(n, **more) for n, more in zip(tokens, ({}, SEEDED, {}), strict=True)]
     expected = run_engine(nano_pair.target, None, prompts, params, **BLOCKS)
     with open_engine(
         nano_pair.target,
-        ddtree(nano_pair, 9),
+        ddtree(nano_pair, 9, **keys),
         num_gpu_blocks_override=10,
         max_model_len=200,
         enable_prefix_caching=False,

@@ -70,8 +70,9 @@ def plain(pair: Pair) -> list[list[int]]:
             {7, 3},
         ),
         ({"budget": 3, "top_k": 1, "num_speculative_tokens": 1}, {1}),
+        ({"budget": 12, "mean_budget": 2}, {7}),
     ],
-    ids=["none in between", "depth 1"],
+    ids=["none in between", "depth 1", "shared"],
 )
 def test_schedules(
     nano_pair: Pair, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], reaches: set[int]

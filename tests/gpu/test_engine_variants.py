@@ -12,7 +12,18 @@ import pytest
 
 from tests.conftest import Pair
 from tests.engine import models
-from tests.gpu.engines import ENGINE, GRAPHS, UNTRAINED, check_gaps, gaps, qwen3_moe, serve, spec
+from tests.gpu.engines import (
+    ENGINE,
+    GRAPHS,
+    UNTRAINED,
+    Served,
+    check_gaps,
+    gaps,
+    qwen3_moe,
+    requests,
+    serve,
+    spec,
+)
 from vllm_ddtree.testing.engine import run_engine
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
@@ -56,6 +67,19 @@ def test_attention(
         assert run.compiled == [], backend
         texts += run.judged
     check_gaps(gaps(pair, texts), **UNTRAINED)
+
+
+def test_requests_that_share(small_pair: Pair) -> None:
+    """On the device's own lengths of requests, roots alone among them."""
+    texts = []
+    for backend in BACKENDS:
+        keys = {**spec(small_pair, 31), "mean_budget": 3}
+        engine = {**ENGINE, "attention_backend": backend, "enforce_eager": True}
+        result = run_engine(small_pair.target, keys, *requests(), **engine)
+        print(backend, result.counters.acceptance_length)
+        assert 0 < result.counters.num_accepted_tokens < result.counters.num_draft_tokens
+        texts += Served(result).judged
+    check_gaps(gaps(small_pair, texts))
 
 
 def test_experts(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vllm_ddtree.metrics.scheduler import RoundCounter, attach, take_counts
 from vllm_ddtree.patches import scheduler as patches
 from vllm_ddtree.round.emitted import StepFacts, with_facts
 from vllm_ddtree.round.kinds import LABELS, RoundKind, step_kinds
-from vllm_ddtree.round.marks import note_choice, note_cut
+from vllm_ddtree.round.marks import note_choice, note_cut, share
 
 BUDGET, DEPTH, TOP_K = 12, 4, 6
 
@@ -104,6 +104,9 @@ def test_counts_against_a_plain_reference() -> None:
         tried, plain_next = rng.random() < 0.3, rng.random() < 0.3
         note_choice(scheduled, tried, plain_next)
         expected.tries = int(tried)
+        shared = rng.random() < 0.2
+        if shared:
+            share(scheduled, 7)
         chain = rng.integers(0, 2, num_reqs)
         other = RoundKind(rng.choice([RoundKind.TREE, RoundKind.MIXED, RoundKind.CHOSEN]))
         kinds = step_kinds(chain[order], False, other)
@@ -135,7 +138,8 @@ def test_counts_against_a_plain_reference() -> None:
             kind = RoundKind.PARAMETERS if chain[i] else other
             if kind == RoundKind.TREE and nodes == 1:
                 kind = RoundKind.ONE_NODE
-            expected.rounds[kind if nodes else RoundKind.REFUSED] += 1
+            without = RoundKind.LEFT_OUT if shared else RoundKind.REFUSED
+            expected.rounds[kind if nodes else without] += 1
             expected.nodes += nodes
             for rank in walked[row, 1 : accepted + 1]:
                 expected.ranks[rank] += 1

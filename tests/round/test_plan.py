@@ -11,7 +11,7 @@ import pytest
 
 from vllm_ddtree.round import plan
 from vllm_ddtree.round.kinds import RoundKind
-from vllm_ddtree.round.plan import mixed_tree_tokens, plan_step
+from vllm_ddtree.round.plan import mixed_tree_tokens, plan_shared_step, plan_step
 from vllm_ddtree.round.step import Step
 
 # (rows, logits) of each request
@@ -96,3 +96,11 @@ def test_where_mixed_steps_become_large(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
     )
     assert mixed_tree_tokens(config) == plan.MIXED_TREE_TOKENS * expected
+
+
+def test_shared_steps() -> None:
+    """The host knows how many rows there are, not whose."""
+    step = plan_shared_step(np.array([8, 5, 8]), 12)
+    assert step.shared and step.has_trees and not step.has_plain_rows and not step.as_chains
+    assert (step.max_verify_len, step.num_tree_rows, step.tree_lens) == (8, 12, None)
+    assert not plan_shared_step(np.array([2, 2]), 3).has_trees, "trees of one node are chains"

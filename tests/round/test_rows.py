@@ -121,6 +121,29 @@ def test_dummy_request_has_no_tree() -> None:
     assert (rows.masks[:8] == 0).all()
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_root_alone(alone: bool) -> None:
+    """It is a tree where requests share, and a plain row elsewhere."""
+    trees, (rows, paths) = random_trees(7, np.random.default_rng(0)), stale_rows(7)
+    starts = torch.tensor([0, 1, 4], dtype=torch.int32)
+    prepare_rows(
+        trees,
+        rows,
+        paths,
+        Layout(torch.tensor([2, 4]), starts, starts),
+        torch.tensor([20, 33], dtype=torch.int32),
+        torch.tensor([19, 30, 31, 32]),
+        num_reqs_padded=2,
+        num_tokens_padded=4,
+        max_query_len=8,
+        roots_alone=alone,
+    )
+    assert rows.tail_lens[:2].tolist() == [int(alone), 3]
+    assert rows.prefix_lens[:2].tolist() == [19 * alone, 30]
+    assert rows.positions[0] == 19
+    assert rows.masks[0].tolist() == [int(alone)]
+
+
 @pytest.mark.parametrize(
     ("budget", "num_reqs", "num_rows"),
     [(8, 1, 8), (7, MAX_REQS + 1, 8), (7, 1, MAX_ROWS + 1)],

@@ -29,6 +29,8 @@ class Backend:
     """`words` of a layer with a sliding window, where they differ."""
     fp8_cache: bool = False
     """Whether it takes a cache in `FP8_CACHES`."""
+    shares: bool = False
+    """Whether it takes the rows of each request from the device, so that requests can share."""
     chosen: bool = True
     """Whether it may replace a choice of vLLM's that cannot verify trees."""
 
@@ -58,18 +60,21 @@ BACKENDS: dict[str, Backend] = {
             "FlashAttention prefix + Triton tail",
             window_words=_TRITON,
             fp8_cache=True,
+            shares=True,
         ),
         Backend(
             "TRITON_ATTN",
             f"{_HERE}.triton_attn:TreeTritonAttentionImpl",
             _TRITON,
             fp8_cache=True,
+            shares=True,
         ),
         Backend(
             "CPU_ATTN",
             f"{_HERE}.cpu_attn:TreeCPUAttentionImpl",
             "PyTorch reference",
             fp8_cache=True,
+            shares=True,
         ),
         Backend(
             "FLASHINFER",

@@ -17,6 +17,7 @@ from vllm_ddtree.config.attention import fitting_backend, set_attention_backend
 from vllm_ddtree.config.drafter import check_weights
 from vllm_ddtree.config.errors import bad_flag
 from vllm_ddtree.config.graphs import set_capture_sizes
+from vllm_ddtree.config.sharing import check_sharing
 from vllm_ddtree.config.speculative import DDTreeConfig
 from vllm_ddtree.config.target import check_target
 from vllm_ddtree.config.token_budget import (
@@ -96,6 +97,7 @@ def finish_engine_config(engine_args: EngineArgs, vllm_config: VllmConfig) -> No
     set_active_requests(engine_args, vllm_config)
     set_fitting_schedule(vllm_config)
     set_capture_sizes(engine_args, vllm_config)
+    check_sharing(vllm_config)
     check_weights(vllm_config)
     explain_advice(vllm_config)
 

@@ -11,7 +11,13 @@ import difflib
 import re
 from typing import Any
 
-TREE_KEYS = ("budget", "budget_per_batch_size", "top_k", "speculative_token_tree")
+TREE_KEYS = (
+    "budget",
+    "budget_per_batch_size",
+    "mean_budget",
+    "top_k",
+    "speculative_token_tree",
+)
 """Keys that only somebody who wants trees gives."""
 
 

@@ -17,7 +17,14 @@ MAX_BUDGET = 255
 MAX_TOP_K = 64
 DEFAULT_TOP_K = 16
 
-OWN_KEYS = ("budget", "budget_per_batch_size", "top_k", "num_speculative_tokens", "conditional")
+OWN_KEYS = (
+    "budget",
+    "budget_per_batch_size",
+    "mean_budget",
+    "top_k",
+    "num_speculative_tokens",
+    "conditional",
+)
 """Keys of DDTree's own."""
 DFLASH_KEYS = (
     "method",
@@ -69,6 +76,8 @@ class Keys:
     schedule: list[tuple[int, int, int]] | None
     """(first, last, budget) for ranges of running requests."""
     auto_budget: bool
+    mean_budget: int | None
+    """Nodes of a tree on average, which running requests share; None: each has its own."""
     top_k: int | None
     """Candidates a draft position, None: not given."""
     conditional: bool
@@ -124,6 +133,7 @@ def parse(given: dict[Any, Any]) -> Keys:
         budget=budget,
         schedule=schedule,
         auto_budget=auto,
+        mean_budget=_mean_budget(keys.get("mean_budget"), keys.get("budget")),
         top_k=top_k,
         conditional=conditional is not False,
         num_speculative_tokens=keys.get("num_speculative_tokens"),
@@ -188,6 +198,18 @@ def _budget(value: Any, schedule: list[tuple[int, int, int]] | None) -> tuple[bo
     if schedule is not None and (auto or number is not None):
         raise bad_key("budget", value, "leave out either it or budget_per_batch_size")
     return auto, number
+
+
+def _mean_budget(value: Any, budget: Any) -> int | None:
+    """`mean_budget`: nodes of a tree on average, beside a `budget` that is a larger number."""
+    key = "mean_budget"
+    if value is None:
+        return None
+    if not is_whole(budget):
+        raise bad_key(key, value, "give budget a number too, the most nodes of one request")
+    if budget < 2:
+        raise bad_key(key, value, f"leave it out; with budget={budget} there is nothing to share")
+    return whole(key, value, 1, budget - 1, f", less than budget={budget}")
 
 
 def _schedule(value: Any) -> list[tuple[int, int, int]] | None:

@@ -54,6 +54,8 @@ class DDTreeConfig(SpeculativeConfig):
     """Depth limit of the tree: the user's `num_speculative_tokens`."""
     auto_budget: bool = False
     """Whether the scheduler chooses the budget by measured cost and observed acceptance."""
+    mean_budget: int | None = Field(default=None, ge=1)
+    """Nodes of a tree on average, which running requests share; None: each has its own."""
     block_size: int = Field(default=2, ge=2)
     """Query tokens of the draft forward (anchor and masks), from the drafter's config."""
     draft_positions: int = Field(default=1, ge=1)
@@ -74,7 +76,9 @@ class DDTreeConfig(SpeculativeConfig):
         return self.block_size - 1 if _counts_draft_slots() else 0
 
     def __repr__(self) -> str:
-        budget = "auto" if self.auto_budget else self.budget
+        budget = "auto" if self.auto_budget else str(self.budget)
+        if self.mean_budget is not None:
+            budget += f" (mean {self.mean_budget})"
         return (
             f"SpeculativeConfig(method='ddtree', model={self.draft_model_config.model!r}, "
             f"family={self.family}, budget={budget}, depth={self.depth_limit}, "
@@ -116,6 +120,7 @@ def make_config(
             budget=keys.budget,
             num_speculative_tokens_per_batch_size=keys.schedule,
             auto_budget=keys.auto_budget,
+            mean_budget=keys.mean_budget,
             family=family.value,
             conditional=keys.conditional,
             target_model_config=target_model,

@@ -37,6 +37,7 @@ from vllm_ddtree.integration.metrics import new_spec_decoding_stats
 from vllm_ddtree.integration.replace import replace, resolve, restore
 from vllm_ddtree.integration.requests import request_limits
 from vllm_ddtree.integration.sampler import request_chunks
+from vllm_ddtree.integration.shared import reallocated
 from vllm_ddtree.integration.steps import Observer, Steps, follow, observe_steps, steps_of
 from vllm_ddtree.integration.stop import add_error_output, model_runner_output, stop_with_error
 from vllm_ddtree.integration.verify import SeamError, check, require, vllm_version
@@ -64,6 +65,7 @@ __all__ = [
     "new_spec_decoding_stats",
     "observe_steps",
     "plans_ahead",
+    "reallocated",
     "replace",
     "request_chunks",
     "request_limits",

@@ -163,7 +163,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "GPUModelRunner: execute_model(scheduler_output, *, dummy_run, ...) sample_tokens(...)",
         "GPUModelRunner: capture_model(...) get_draft_model() get_model() sample",
         "GPUModelRunner: execute_model_state cudagraph_manager model",
-        "GPUModelRunner: model_config uses_inputs_embeds",
+        "GPUModelRunner: model_config uses_inputs_embeds adaptive_verification",
         "GPUModelRunner: model_state req_states sampler speculator lora_config",
         "GPUModelRunner: aux_output_connector",
         "ExecuteModelState: input_batch attn_metadata slot_mappings_by_layer hidden_states",
@@ -356,6 +356,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "expanded_local_pos, prefill_len)",
         "get_max_chunk_logits(vocab_size)",
         "_iter_request_chunks(cu_num_logits, max_chunk_logits)",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.adaptive_verification": (
+        "AdaptiveVerificationManager: add_request(req_idx)",
+        "AdaptiveVerificationManager: get_num_tokens(num_tokens_per_req, draft_tokens)",
+        "AdaptiveVerificationManager: compact_batch(num_draft_tokens_per_req, "
+        "num_scheduled_tokens, cu_num_logits_np)",
+        "AdaptiveVerificationManager: reallocate_drafts(req_ids, idx_mapping)",
     ),
     "vllm.v1.worker.gpu.sample.sampler": (
         "Sampler: sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, "

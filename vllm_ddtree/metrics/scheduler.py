@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm_ddtree import integration
 from vllm_ddtree.metrics.rounds import RoundCounts
 from vllm_ddtree.round.kinds import RoundKind
-from vllm_ddtree.round.marks import cut_to, is_tried, plain_is_faster
+from vllm_ddtree.round.marks import cut_to, is_tried, plain_is_faster, shared_nodes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -46,6 +46,7 @@ class RoundCounter:
         # By request, in the order of the index: its kind, and the walk's facts of it.
         self._kinds: list[RoundKind] = []
         self._walked: list[list[int]] = []
+        self._none = RoundKind.REFUSED  # the kind of a request with a draft and no node
         self._counts: RoundCounts | None = None
 
     def step(
@@ -68,6 +69,8 @@ class RoundCounter:
         facts = getattr(model_runner_output, "ddtree_facts", None)
         if facts is not None:
             kinds = facts.kinds
+            shared = shared_nodes(scheduler_output) is not None
+            self._none = RoundKind.LEFT_OUT if shared else RoundKind.REFUSED
             self._kinds = [kinds.asked if c else kinds.others for c in kinds.chain_only.tolist()]
             self._walked = facts.walked.tolist()
             # Scheduled rows without a node are no draft tokens.
@@ -102,7 +105,7 @@ class RoundCounter:
         at, counts = self._index[request_id], self._started()
         kind, (nodes, *ranks) = self._kinds[at], self._walked[at]
         if nodes == 0:
-            kind = RoundKind.REFUSED
+            kind = self._none
         elif nodes == 1 and kind == RoundKind.TREE:
             kind = RoundKind.ONE_NODE
         counts.rounds[kind] += 1

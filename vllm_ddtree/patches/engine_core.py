@@ -27,7 +27,7 @@ def init(original: Callable[..., None]) -> Callable[..., None]:
 def _follow_steps(engine_core: EngineCore) -> None:
     """Let checks, budgets and metrics follow the steps of its scheduler, in this order."""
     from vllm_ddtree import invariants
-    from vllm_ddtree.budget import auto, cost, fit
+    from vllm_ddtree.budget import auto, cost, fit, share
     from vllm_ddtree.invariants import stop
     from vllm_ddtree.metrics import scheduler as metrics
     from vllm_ddtree.workarounds.prompt_logprobs import drop_padded
@@ -39,5 +39,6 @@ def _follow_steps(engine_core: EngineCore) -> None:
         costs = engine_core.model_executor.collective_rpc(cost.measure)[0]
         observers.append(auto.attach(engine_core, costs))
     fit.attach(engine_core)
+    share.attach(engine_core)
     observers += [metrics.attach(engine_core), drop_padded]
     integration.observe_steps(engine_core.scheduler, filter(None, observers))

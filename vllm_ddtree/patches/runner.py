@@ -55,7 +55,12 @@ def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         self: GPUModelRunner, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
     ) -> Any:
         if is_ddtree(self.vllm_config.speculative_config):
-            from vllm_ddtree.round.marks import asks_for_chains, asks_for_narrow, was_fitted
+            from vllm_ddtree.round.marks import (
+                asks_for_chains,
+                asks_for_narrow,
+                shared_nodes,
+                was_fitted,
+            )
 
             runtime = self.model_state.runtime
             runtime.chains_asked = asks_for_chains(scheduler_output)
@@ -63,6 +68,14 @@ def execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
             runtime.fitted = was_fitted(scheduler_output)
             if self.aux_output_connector is not None:
                 self.aux_output_connector.ddtree_runtime = runtime
+            nodes = shared_nodes(scheduler_output)
+            runtime.shared = nodes is not None
+            if nodes is not None:
+                self.adaptive_verification = self.model_state.shared_rows.of_step(nodes)
+                try:
+                    return original(self, scheduler_output, *args, **kwargs)
+                finally:
+                    self.adaptive_verification = None
         return original(self, scheduler_output, *args, **kwargs)
 
     return execute

@@ -282,6 +282,12 @@ OBJECTS = (
         "By it the scheduler's patches know an engine of DDTree's.",
     ),
     Change(
+        "GPUModelRunner.adaptive_verification",
+        "vllm_ddtree.patches.runner:execute_model",
+        "In a step whose requests share nodes, rows are as they share them.",
+        passing=True,
+    ),
+    Change(
         "AuxOutputWorkerConnector.ddtree_runtime",
         "vllm_ddtree.patches.runner:execute_model",
         "By it the connector's patch finds the paths.",

@@ -20,6 +20,7 @@ class RoundKind(IntEnum):
     CHOSEN = 7
     REFUSED = 8
     PLAIN_FASTER = 9
+    LEFT_OUT = 10
 
 
 LABELS: dict[RoundKind, tuple[str, str]] = {
@@ -33,6 +34,7 @@ LABELS: dict[RoundKind, tuple[str, str]] = {
     RoundKind.CHOSEN: ("chain", "faster"),
     RoundKind.REFUSED: ("none", "drafts refused"),
     RoundKind.PLAIN_FASTER: ("none", "plain decoding is faster"),
+    RoundKind.LEFT_OUT: ("none", "better nodes elsewhere"),
 }
 """(form, reason) of the metrics' labels."""
 

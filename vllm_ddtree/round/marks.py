@@ -13,6 +13,7 @@ _CUT = "ddtree_cut"
 _NARROW = "ddtree_narrow"
 _TRIED = "ddtree_tried"
 _PLAIN = "ddtree_plain"
+_SHARED = "ddtree_shared"
 
 
 def ask_for_chains(scheduler_output: SchedulerOutput, chains: bool) -> None:
@@ -64,3 +65,13 @@ def was_fitted(scheduler_output: SchedulerOutput) -> bool:
 def cut_to(scheduler_output: SchedulerOutput) -> int | None:
     """To how many nodes a step's trees were cut; None: they were not."""
     return getattr(scheduler_output, _CUT, None)
+
+
+def share(scheduler_output: SchedulerOutput, nodes: int) -> None:
+    """Say that the requests of a step, all of which have drafts, share so many nodes."""
+    setattr(scheduler_output, _SHARED, nodes)
+
+
+def shared_nodes(scheduler_output: SchedulerOutput) -> int | None:
+    """Nodes that the requests of a step share; None: each verifies what it has."""
+    return getattr(scheduler_output, _SHARED, None)

@@ -73,3 +73,21 @@ def plan_step(
         in_graph=in_graph,
         kind=RoundKind.MIXED if small else RoundKind.CHOSEN if as_chains else RoundKind.TREE,
     )
+
+
+def plan_shared_step(num_rows: np.ndarray, num_tokens: int) -> Step:
+    """A step whose requests share its nodes: how many each one verifies, only the device knows.
+
+    Args:
+        num_rows: int [num_reqs], most rows of each request.
+        num_tokens: rows of the batch.
+
+    """
+    most = int(num_rows.max())
+    return Step(
+        has_trees=most > 2,
+        max_verify_len=most,
+        num_tree_rows=num_tokens,
+        shared=True,
+        has_plain_rows=False,
+    )

@@ -61,6 +61,7 @@ def prepare_rows(
     num_reqs_padded: int,
     num_tokens_padded: int,
     max_query_len: int,
+    roots_alone: bool = False,
 ) -> None:
     """Fill `rows` for a batch, in one launch and without a host synchronisation.
 
@@ -78,6 +79,7 @@ def prepare_rows(
         num_tokens_padded: rows, padding included.
         max_query_len: rows of the longest request; it sizes the grid and does not change the
             result.
+        roots_alone: whether a request with one logit verifies a tree that is a root alone.
 
     Raises:
         ValueError: the padded batch exceeds the buffers, or the trees have another budget.
@@ -113,6 +115,7 @@ def prepare_rows(
         layout.num_reqs,
         num_reqs_padded,
         num_tokens_padded,
+        1 if roots_alone else 2,
         MAX_TAIL=max_tail,
         NUM_WORDS=rows.num_words,
         BLOCK_WORDS=triton.next_power_of_2(rows.num_words),
@@ -121,7 +124,7 @@ def prepare_rows(
 
 
 # The counts change every round: specialising on them would compile during serving.
-@triton.jit(do_not_specialize=["num_reqs", "num_reqs_padded", "num_tokens_padded"])
+@triton.jit(do_not_specialize=["num_reqs", "num_reqs_padded", "num_tokens_padded", "least"])
 def _prepare_rows_kernel(
     depths_ptr,  # [S, MAX_TAIL]
     masks_ptr,  # [S, MAX_TAIL, NUM_WORDS]
@@ -138,6 +141,7 @@ def _prepare_rows_kernel(
     num_reqs,
     num_reqs_padded,
     num_tokens_padded,
+    least,
     MAX_TAIL: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
@@ -153,7 +157,7 @@ def _prepare_rows_kernel(
         end = tl.load(query_start_loc_ptr + req + 1)
         index = tl.load(indices_ptr + req).to(tl.int64)
         num_logits = tl.load(cu_num_logits_ptr + req + 1) - tl.load(cu_num_logits_ptr + req)
-        tail_len = tl.where((num_logits > 1) & (index >= 0), num_logits, 0)
+        tail_len = tl.where((num_logits >= least) & (index >= 0), num_logits, 0)
         if first == 0:
             tl.store(tail_lens_ptr + req, tail_len)
             prefix_len = tl.load(seq_lens_ptr + req) - tail_len

@@ -46,6 +46,8 @@ class Runtime:
     """Whether the scheduler wants the step to draft with few masks."""
     narrow_drafted: bool = False
     """Whether the latest trees were drafted with few masks."""
+    shared: bool = False
+    """Whether the requests of the step share its nodes."""
     fitted: bool = False
     """Whether the scheduler has seen to it that the step's trees fit; not so in warm-up steps."""
     step: Step = field(default_factory=Step)

@@ -26,7 +26,9 @@ class Step:
     num_tree_rows: int = 0
     """Rows of all trees."""
     tree_lens: np.ndarray | None = None
-    """int [num_reqs], tree rows of each request; 0 without a tree."""
+    """int [num_reqs], tree rows of each request; 0 without a tree. None: only the device knows."""
+    shared: bool = False
+    """Whether the requests share the step's nodes, so that a tree may be a root alone."""
     as_chains: bool = False
     """Whether the trees of the batch are turned into chains."""
     has_plain_rows: bool = True

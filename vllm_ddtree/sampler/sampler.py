@@ -159,7 +159,7 @@ class TreeRejectionSampler(RejectionSampler):
             self._verify_requests(
                 logits, batch, _Chunk.of(batch, *requests), drafts, emitted, wanted
             )
-            for requests in _chunks(batch, logits)
+            for requests in self._chunks(batch, logits)
         ]
         runtime.step.verified = True
         num_sampled, num_rejected = get_num_sampled_and_rejected(
@@ -181,6 +181,14 @@ class TreeRejectionSampler(RejectionSampler):
             num_rejected=num_rejected,
             kinds=runtime.step.kinds,
         )
+
+    def _chunks(self, batch: InputBatch, logits: torch.Tensor) -> list[tuple[int, int]]:
+        """(first request, end) of each chunk of a batch."""
+        limit = get_max_chunk_logits(logits.shape[1])
+        # Shared rows always fit (budget/share.py).
+        if logits.shape[0] <= limit or self.runtime.step.shared:
+            return [(0, batch.num_reqs)]
+        return integration.request_chunks(batch.cu_num_logits_np, limit)
 
     def _drafts(self, batch: InputBatch, invalid_drafts: torch.Tensor | None) -> _Drafts:
         """The token of each row, from the batch's inputs."""
@@ -328,14 +336,6 @@ class TreeRejectionSampler(RejectionSampler):
             kept,
             self.runtime.max_depth + 1,
         )
-
-
-def _chunks(batch: InputBatch, logits: torch.Tensor) -> list[tuple[int, int]]:
-    """(first request, end) of each chunk of a batch."""
-    limit = get_max_chunk_logits(logits.shape[1])
-    if logits.shape[0] <= limit:
-        return [(0, batch.num_reqs)]
-    return integration.request_chunks(batch.cu_num_logits_np, limit)
 
 
 def _nans(logits: torch.Tensor, batch: InputBatch) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_tensor_model_parallel_rank
 
-from vllm_ddtree.round.kinds import LABELS
+from vllm_ddtree.round.kinds import LABELS, RoundKind
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class RoundWriter:
         if kinds is None:
             return
         trees, paths = runtime.trees, runtime.paths
-        counts, starts = num_sampled.tolist(), batch.cu_num_logits_np
+        counts, starts = num_sampled.tolist(), batch.cu_num_logits.tolist()
         row_tokens = batch.input_ids[batch.logits_indices].tolist()
         prefills = (batch.seq_lens[: batch.num_reqs] <= prefill_lens[batch.idx_mapping]).tolist()
         tokens, entries = emitted.tokens.tolist(), []
@@ -89,6 +89,8 @@ class RoundWriter:
             index = int(batch.idx_mapping_np[place])
             own = row_tokens[starts[place] : starts[place + 1]]
             kind = kinds.asked if kinds.chain_only[place] else kinds.others
+            if runtime.step.shared and len(own) == 1:
+                kind = RoundKind.LEFT_OUT
             form, reason = LABELS[kind]
             entry: dict[str, Any] = {
                 "request": req_id,
