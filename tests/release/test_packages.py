@@ -82,16 +82,16 @@ def test_metadata(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Keywords"] and metadata["Author"]
     # An index page has no files beside it.
-    text = metadata.get_payload()
+    text = str(metadata.get_payload())
     assert not re.findall(r"\]\((?!https?://)[^)]*\)", text)
     assert "vllm-ddtree = vllm_ddtree.cli.app:app" in entries
     assert "ddtree = vllm_ddtree.plugin:register" in entries
 
 
 def test_python_is_the_readmes() -> None:
-    first, last = re.search(
+    ((first, last),) = re.findall(
         r"Python (3\.\d+) to 3\.(\d+)", (ROOT / "README.md").read_text()
-    ).groups()
+    )
     assert PROJECT["requires-python"] == f">={first},<3.{int(last) + 1}"
 
 
