@@ -89,9 +89,7 @@ def test_metadata(wheel: Path) -> None:
 
 
 def test_python_is_the_readmes() -> None:
-    ((first, last),) = re.findall(
-        r"Python (3\.\d+) to 3\.(\d+)", (ROOT / "README.md").read_text()
-    )
+    ((first, last),) = re.findall(r"Python (3\.\d+) to 3\.(\d+)", (ROOT / "README.md").read_text())
     assert PROJECT["requires-python"] == f">={first},<3.{int(last) + 1}"
 
 
