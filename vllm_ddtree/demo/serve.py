@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vllm_ddtree.demo.arguments import find_models
 from vllm_ddtree.demo.serve_arguments import parse_arguments
+from vllm_ddtree.testing.processes import stop
 
 NAME = "nano"
 WAIT_SECONDS = 600
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace, more: Sequence[str]) -> int:
         while server.poll() is None and not is_ready(arguments.port):
             if time.monotonic() > end:
                 print(f"It does not answer after {WAIT_SECONDS} s; stopping it.", file=sys.stderr)
-                server.terminate()
+                stop(server)
                 return 1
             time.sleep(0.5)
         if server.poll() is None:
@@ -92,11 +93,7 @@ def run(arguments: argparse.Namespace, more: Sequence[str]) -> int:
         return server.wait()
     except KeyboardInterrupt:
         print("\nStopping the server ...", flush=True)
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        stop(server)
         print("Stopped. ./serve starts it again.", flush=True)
         return 130
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -20,8 +18,7 @@ from vllm_ddtree.cli.errors import CommandError
 from vllm_ddtree.demo.serve import environment as test_bed_environment
 from vllm_ddtree.demo.serve import is_ready
 from vllm_ddtree.testing import testbed
-
-STOP_SECONDS = 60
+from vllm_ddtree.testing.processes import stop
 
 
 def free_port() -> int:
@@ -77,23 +74,3 @@ def serving(
         yield find_server(name, f"http://127.0.0.1:{port}")
     finally:
         stop(process)
-
-
-def stop(process: subprocess.Popen[Any]) -> None:
-    """End a server and all that it has started.
-
-    A server that is stopped while it starts leaves its engine behind. The group is the server's
-    own, so nothing else is in it.
-
-    Args:
-        process: the first of a session of its own.
-
-    """
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
