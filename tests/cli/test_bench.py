@@ -99,7 +99,7 @@ def test_the_command_of_a_server() -> None:
 
 def test_a_stopped_server_leaves_nothing_behind(tmp_path: Path) -> None:
     """Its engine is a process of its own, and may not hear that the server is stopped."""
-    code = "trap '' TERM; sleep 600 & echo $!; trap 'exit 0' TERM; wait"
+    code = "(trap '' TERM; exec sleep 600) & trap 'exit 0' TERM; sleep 0.2; echo $!; wait"
     server = subprocess.Popen(
         ["bash", "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     )

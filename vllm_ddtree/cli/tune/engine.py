@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_ddtree.cli.errors import CommandError, WrongUsage
 
@@ -35,11 +35,11 @@ def engine_options(options: Sequence[str]) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    def wrong(message: str) -> Any:
-        raise WrongUsage(f"tune: {message}")
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise WrongUsage(f"tune: {message}")
 
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
-    parser.error = wrong
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm serve"))
     given = vars(parser.parse_args(list(options)))
     return {name: value for name, value in given.items() if value != parser.get_default(name)}
 
