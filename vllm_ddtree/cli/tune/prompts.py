@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_ddtree.cli.errors import WrongUsage
 
@@ -62,12 +62,11 @@ def dataset_prompts(options: Sequence[str], tokenizer: Any) -> tuple[list[Any], 
     from vllm.benchmarks.datasets.datasets import add_dataset_parser, get_samples
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = FlexibleArgumentParser(prog="vllm bench serve", allow_abbrev=False)
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise WrongUsage(f"tune: {message}")
 
-    def wrong(message: str) -> Any:
-        raise WrongUsage(f"tune: {message}")
-
-    parser.error = wrong
+    parser = Parser(prog="vllm bench serve", allow_abbrev=False)
     add_dataset_parser(parser)
     # What the command's own parser adds, and data sets read.
     parser.set_defaults(backend="openai", endpoint="/v1/completions", tokenizer=None)
