@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from vllm_ddtree.cli.check.findings import Finding, State
 from vllm_ddtree.cli.check.graphs import graphs
@@ -19,6 +19,7 @@ from vllm_ddtree.cli.check.memory import memory
 from vllm_ddtree.cli.check.no_gpu import without_gpu
 from vllm_ddtree.cli.check.worker import worker_checks
 from vllm_ddtree.cli.errors import WrongUsage
+from vllm_ddtree.cli.options import vllm_parser
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -90,16 +91,11 @@ def make_config(target: str, drafter: str, options: Sequence[str]) -> tuple[Vllm
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_ddtree.attention.registry import supported
 
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise WrongUsage(message)
-
     spec, rest = speculative_config(drafter, options)
-    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm serve"))
+    parser = AsyncEngineArgs.add_cli_args(vllm_parser("vllm serve"))
     arguments, others = parser.parse_known_args(["--model", target, OPTION, spec, *rest])
     known = [name for action in parser._actions for name in action.option_strings]
     for option in others:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from vllm_ddtree.cli.errors import CommandError, WrongUsage
+from vllm_ddtree.cli.errors import CommandError
+from vllm_ddtree.cli.options import vllm_parser
 
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -33,13 +34,8 @@ def engine_options(options: Sequence[str]) -> dict[str, Any]:
 
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise WrongUsage(f"tune: {message}")
-
-    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm serve"))
+    parser = AsyncEngineArgs.add_cli_args(vllm_parser("vllm serve", of="tune"))
     given = vars(parser.parse_args(list(options)))
     return {name: value for name, value in given.items() if value != parser.get_default(name)}
 

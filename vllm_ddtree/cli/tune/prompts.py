@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from vllm_ddtree.cli.errors import WrongUsage
+from vllm_ddtree.cli.options import vllm_parser
 
 
 def read_prompts(path: Path, tokenizer: Any = None) -> list[Any]:
@@ -60,13 +61,8 @@ def dataset_prompts(options: Sequence[str], tokenizer: Any) -> tuple[list[Any], 
 
     """
     from vllm.benchmarks.datasets.datasets import add_dataset_parser, get_samples
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise WrongUsage(f"tune: {message}")
-
-    parser = Parser(prog="vllm bench serve", allow_abbrev=False)
+    parser = vllm_parser("vllm bench serve", of="tune", allow_abbrev=False)
     add_dataset_parser(parser)
     # What the command's own parser adds, and data sets read.
     parser.set_defaults(backend="openai", endpoint="/v1/completions", tokenizer=None)
