@@ -95,6 +95,14 @@ def test_log_probs_equal_the_oracles(top_k: int) -> None:
     np.testing.assert_allclose(out.cpu(), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("top_k", [1, 3, 4, 16, 33, 64])
+def test_scores_without_a_condition_change_no_bit(top_k: int) -> None:
+    """So that the tree is the plain drafter's, near-ties and all."""
+    _, log_probs = draw(4, 15, top_k, top_k)
+    scores = log_probs[:, :, None].expand(-1, -1, top_k, -1)
+    np.testing.assert_array_equal(lattice_of(scores, log_probs), scores.cpu().numpy())
+
+
 @pytest.mark.parametrize("gone", [-INF, float("nan")])
 def test_missing_candidates_have_no_log_prob(gone: float) -> None:
     scores, log_probs = draw(1, 6, 5, 0)

@@ -370,9 +370,9 @@ def _conditional_kernel(
         log_probs_ptr + table * TOP_K + candidate, mask=candidate < TOP_K, other=float("-inf")
     )
     own = tl.where(own > float("-inf"), own, float("-inf"))  # NaN goes too
-    mass = tl.sum(tl.exp(own), axis=0)
+    own_best = tl.max(own, axis=0)
     # All -inf: no candidate is left below, and any finite number will do.
-    log_mass = tl.log(tl.where(mass > 0.0, mass, 1.0))
+    own_best = tl.where(own_best > float("-inf"), own_best, 0.0)
 
     before = tl.arange(0, BLOCK)[:, None]
     after = candidate[None, :]
@@ -385,7 +385,11 @@ def _conditional_kernel(
     best = tl.where(best > float("-inf"), best, 0.0)
     total = tl.sum(tl.exp(x - best[:, None]), axis=1)
     log_total = tl.log(tl.where(total > 0.0, total, 1.0))
-    value = x - best[:, None] - log_total[:, None] + log_mass
+    # Step by step as `total`: scores that are the log-probs themselves stay as they are, bit by
+    # bit, and so do the near-ties of the tree.
+    mass = tl.sum(tl.where(in_table, tl.exp(own - own_best)[None, :], 0.0), axis=1)
+    log_mass = tl.log(tl.where(mass > 0.0, mass, 1.0))
+    value = x + ((own_best - best) + (log_mass - log_total))[:, None]
 
     if confidence_ptr is not None:
         row = tl.arange(0, BLOCK)
